@@ -1,0 +1,162 @@
+"""The command `gsanet`: parse, call, print."""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import gsanet
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Global self-attention networks for image recognition.",
+)
+paper = typer.Typer(no_args_is_help=True, help="The paper's tables, counted and measured again.")
+app.add_typer(paper, name="paper")
+console = Console()
+errors = Console(stderr=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+    """Options of the command itself."""
+    if version:
+        print(gsanet.__version__)
+        raise typer.Exit
+
+
+@app.command()
+def models(
+    pattern: Annotated[str, typer.Argument(help="Names to show, such as 'gsa_*'.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the networks, with parameters and operations of one image."""
+    names = gsanet.list_models(pattern)
+    if not names:
+        raise ValueError(f"no network matches {pattern!r}: `gsanet models` lists them all")
+    rows = []
+    for name in track(names, description="Counting", console=errors, transient=True):
+        model = gsanet.create_model(name)
+        height, width = model.pretrained_cfg["input_size"][1:]
+        params, flops = gsanet.count_parameters(model), gsanet.count_flops(model)
+        rows.append({"model": name, "input": f"{height}x{width}", "params": params, "flops": flops})
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table("Model", "Input", title="Networks", title_justify="left")
+    for heading in ("Params (M)", "FLOPs (G)"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(row["model"], row["input"], f"{row['params'] / 1e6:.2f}", f"{row['flops'] / 1e9:.2f}")
+    console.print(table)
+
+
+@app.command()
+def info(
+    model: Annotated[str, typer.Argument(help="A name from `gsanet models`.")],
+    img_size: Annotated[str, typer.Option(help="Image size, as 224 or 160x96 (height x width).")] = "",
+    num_classes: Annotated[int | None, typer.Option(help="Number of classes.", min=0)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a network's parameters, operations and feature maps, stage by stage."""
+    from gsanet.models.cost import stage_costs
+
+    options = {} if num_classes is None else {"num_classes": num_classes}
+    size = _parse_size(img_size)
+    network = gsanet.create_model(model, **options, **({"img_size": size} if size else {}))
+    if not hasattr(network, "stages") or not hasattr(network, "stem"):
+        raise ValueError(f"{model} is not a network of this package: `gsanet models` lists them")
+    stages = stage_costs(network, size)
+    total = {"params": sum(s.params for s in stages), "flops": sum(s.flops for s in stages)}
+    if as_json:
+        print(json.dumps({"model": model, **total, "stages": [asdict(s) for s in stages]}, indent=2))
+        return
+    table = Table("Stage", "Operation", title=model, title_justify="left", show_footer=True)
+    table.columns[0].footer = "all"
+    for heading, footer in {
+        "Blocks": "",
+        "Channels": "",
+        "Map": "",
+        "Params (M)": f"{total['params'] / 1e6:.3f}",
+        "FLOPs (G)": f"{total['flops'] / 1e9:.3f}",
+    }.items():
+        table.add_column(heading, footer, justify="right")
+    for stage in stages:
+        channels, *size_out = stage.shape
+        table.add_row(
+            stage.name,
+            stage.operation,
+            str(stage.blocks),
+            str(channels),
+            "x".join(map(str, size_out)),
+            f"{stage.params / 1e6:.3f}",
+            f"{stage.flops / 1e9:.3f}",
+        )
+    console.print(table)
+
+
+@paper.command()
+def structure(as_json: AsJson = False) -> None:
+    """Count parameters and operations of the paper's networks, beside what the paper prints."""
+    from gsanet.paper.structure import printed
+    from gsanet.paper.structure import structure as counted
+
+    total = len(printed()["structure"])
+    rows = list(track(counted(), description="Counting", total=total, console=errors, transient=True))
+    if as_json:
+        print(json.dumps([{**asdict(row), "match": row.matches} for row in rows], indent=2))
+        return
+    table = Table("Network (table of the paper)", "Made by", title="224x224, 1000 classes", title_justify="left")
+    for heading in ("Params (M)", "paper", "FLOPs (G)", "paper"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for row in rows:
+        table.add_row(
+            f"{row.network} ({row.table})",
+            row.made_by,
+            f"{row.params / 1e6:.3f}",
+            _mark(row.printed_params_m, row.params_match),
+            f"{row.flops / 1e9:.3f}",
+            _mark(row.printed_flops_g, row.flops_match),
+            "[green]match[/]" if row.matches else "[yellow]no match[/]",
+        )
+    console.print(table)
+    for row in rows:
+        if row.note:
+            console.print(f"{row.network}: {row.note}")
+    console.print(f"{sum(row.matches for row in rows)} of {len(rows)} match to the last printed digit.")
+
+
+def _mark(figure: str, matches: bool) -> str:
+    return figure if matches else f"[yellow]{figure}[/]"
+
+
+def _parse_size(text: str) -> tuple[int, int] | None:
+    if not text:
+        return None
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"image size must be like 224 or 160x96, got {text!r}")
+    return int(parts[0]), int(parts[-1])
+
+
+def main() -> None:
+    """Run the command; what the user got wrong is one line and exit code 2, without a traceback."""
+    try:
+        app()
+    except (ValueError, TypeError, OSError) as error:
+        errors.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

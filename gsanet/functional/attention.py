@@ -1,0 +1,172 @@
+"""Global self-attention as functions of tensors: Section 3.1 and Appendix B of the paper.
+
+Maps are `(batch, x, y, head, channel)`, x down a column (height) and y along a row (width): a channels-last feature
+map is this layout already. Each function checks its arguments, follows autocast, and hands over to a backend.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gsanet.functional import checks
+from gsanet.functional.backends import Axis, select_backend
+
+Norm = Callable[[Tensor], Tensor]
+
+
+def content_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend to all pixels by content: equation 1, `F = Q (softmax(K^T) V)`.
+
+    The softmax of k runs over x and y together; q is not normalised. Linear in the number of pixels.
+
+    Args:
+        q: Queries, (batch, x, y, head, k).
+        k: Keys, (batch, x, y, head, k).
+        v: Values, (batch, x, y, head, v).
+
+    Returns:
+        (batch, x, y, head, v).
+    """
+    checks.check_maps(q, v, k)
+    if (dtype := _autocast_dtype(q)) is not None:
+        with torch.autocast(q.device.type, enabled=False):
+            return content_attention(*_cast(dtype, q, k, v))
+    checks.check_same_kind(q=q, k=k, v=v)
+    return select_backend("content_attention", q, k, v).content_attention(q, k, v)
+
+
+def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, reach: int | None = None) -> Tensor:
+    """Attend along one axis by relative position: equation 2, `f = (q R^T) V`, without a softmax.
+
+    Args:
+        q: Queries, (batch, x, y, head, k).
+        v: Values, (batch, x, y, head, v).
+        rel: Relative position embeddings shared by the heads, (2 * length - 1, k): the middle row is offset 0, and row
+            `length - 1 + r` is offset r = i - x from the attending pixel x to the pixel i attended to. Its length need
+            not be the map's: offsets outside the table contribute nothing, and a smaller map uses its middle.
+        axis: `"column"` attends along x, `"row"` along y.
+        reach: Offsets with |r| > reach contribute nothing. The paper's L; None for the whole line.
+
+    Returns:
+        (batch, x, y, head, v).
+    """
+    checks.check_axis(axis)
+    checks.check_reach(reach)
+    checks.check_maps(q, v)
+    checks.check_table("rel", rel, q.shape[-1])
+    if (dtype := _autocast_dtype(q)) is not None:
+        with torch.autocast(q.device.type, enabled=False):
+            return positional_attention(*_cast(dtype, q, v, rel), axis, reach)
+    checks.check_same_kind(q=q, v=v, rel=rel)
+    return select_backend("positional_attention", q, v, rel).positional_attention(q, v, rel, axis, reach)
+
+
+def global_self_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    rel_column: Tensor | None,
+    rel_row: Tensor | None,
+    norm: Norm | None = None,
+    reach: int | None = None,
+) -> Tensor:
+    """The GSA operation: content attention plus column-then-row positional attention.
+
+    Args:
+        q: Queries, (batch, x, y, head, k).
+        k: Keys, (batch, x, y, head, k), or None: no content attention.
+        v: Values, (batch, x, y, head, v).
+        rel_column: Embeddings of the offsets along x, (2 * height - 1, k), or None: no column attention.
+        rel_row: Embeddings of the offsets along y, (2 * width - 1, k), or None: no row attention.
+        norm: Called between column and row attention on the (batch, channels, x, y) map, or None.
+        reach: The largest offset attended to, or None for all.
+
+    Returns:
+        (batch, x, y, head, v).
+    """
+    if k is None and rel_column is None and rel_row is None:
+        raise ValueError("k, rel_column and rel_row are all None: give at least one of them")
+    positional = None
+    if rel_column is not None:
+        positional = positional_attention(q, v, rel_column, "column", reach)
+    if rel_row is not None:
+        if positional is not None and norm is not None:
+            positional = _apply_norm(norm, positional)
+        positional = positional_attention(q, v if positional is None else positional, rel_row, "row", reach)
+    if k is None:
+        assert positional is not None
+        return positional
+    content = content_attention(q, k, v)
+    return content if positional is None else content + positional
+
+
+def global_self_attention_map(
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor | None,
+    rel_row: Tensor | None,
+    norm: Norm | None = None,
+    *,
+    num_heads: int,
+    dim_key: int,
+    content: bool = True,
+    reach: int | None = None,
+    stride: int = 1,
+) -> Tensor:
+    """The whole GSA module as one function of a feature map: projection, attention, pooling.
+
+    It is one call so that a backend may fuse all of it.
+
+    Args:
+        x: The feature map, (batch, channels, height, width). Channels-last is read and written without a copy.
+        weight: The 1x1 convolutions of q, k and v, stacked in this order, (2 * dim_key + dim_out, channels);
+            without content attention there is no k, (dim_key + dim_out, channels).
+        rel_column: As in `global_self_attention`.
+        rel_row: As in `global_self_attention`.
+        norm: As in `global_self_attention`.
+        num_heads: Number of heads; divides dim_key and dim_out.
+        dim_key: Channels of q, and of k.
+        content: Whether content attention is on.
+        reach: As in `global_self_attention`.
+        stride: Average pooling of stride x stride pixels after the attention; the last window may be cut by the border.
+
+    Returns:
+        (batch, dim_out, ceil(height / stride), ceil(width / stride)), channels-last.
+    """
+    checks.check_feature_map(x, weight.shape[1])
+    keys = dim_key if content else 0
+    projected = F.linear(x.permute(0, 2, 3, 1), weight)  # b, x, y, q | k | v
+    q, k, v = (
+        part.unflatten(-1, (num_heads, part.shape[-1] // num_heads))
+        for part in projected.split((dim_key, keys, weight.shape[0] - dim_key - keys), dim=-1)
+    )
+    out = global_self_attention(q, k if content else None, v, rel_column, rel_row, norm, reach)
+    out = _to_feature_map(out)
+    if stride > 1:
+        out = F.avg_pool2d(out, stride, ceil_mode=True, count_include_pad=False)
+    return out
+
+
+def _to_feature_map(x: Tensor) -> Tensor:
+    """(batch, x, y, head, v) as (batch, channels, x, y) in channels-last memory."""
+    return x.flatten(3).permute(0, 3, 1, 2)
+
+
+def _apply_norm(norm: Norm, x: Tensor) -> Tensor:
+    heads = x.shape[3:]
+    return norm(_to_feature_map(x)).permute(0, 2, 3, 1).unflatten(-1, heads)
+
+
+def _autocast_dtype(q: Tensor) -> torch.dtype | None:
+    """The dtype autocast wants here, or None. Each operation is cast as a whole: a backend chooses its inner steps."""
+    device = q.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def _cast(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast does: float64 stays as it is."""
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)

@@ -1,0 +1,71 @@
+"""What is refused before any arithmetic: one sentence each, naming the value and what would be right."""
+
+import torch
+from torch import Tensor
+
+
+def check_maps(q: Tensor, v: Tensor, k: Tensor | None = None) -> None:
+    """Check that q, k and v are maps (batch, x, y, head, channel) that belong together."""
+    for name, tensor in {"q": q, "k": k, "v": v}.items():
+        if tensor is None and name == "k":
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must hold floating-point numbers, got {tensor.dtype}")
+        if tensor.dim() != 5:
+            raise ValueError(
+                f"{name} must have the five dimensions (batch, x, y, head, channel), got {tuple(tensor.shape)}"
+            )
+    if k is not None and k.shape != q.shape:
+        raise ValueError(f"k must have q's shape {tuple(q.shape)}, got {tuple(k.shape)}")
+    if v.shape[:4] != q.shape[:4]:
+        raise ValueError(
+            f"v must agree with q in (batch, x, y, head) = {tuple(q.shape[:4])}, got {tuple(v.shape[:4])}"
+        )
+
+
+def check_table(name: str, rel: Tensor, width: int) -> None:
+    """Check a table of relative position embeddings, (2 * length - 1, k)."""
+    if not isinstance(rel, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(rel).__name__}")
+    if rel.dim() != 2 or rel.shape[0] % 2 == 0 or rel.shape[1] != width:
+        raise ValueError(
+            f"{name} must have shape (2 * length - 1, {width}), an odd number of rows around offset 0 "
+            f"and one column for each channel of q, got {tuple(rel.shape)}"
+        )
+
+
+def check_axis(axis: str) -> None:
+    """Check the name of an axis."""
+    if axis not in ("column", "row"):
+        raise ValueError(f"axis must be 'column' or 'row', got {axis!r}")
+
+
+def check_reach(reach: int | None) -> None:
+    """Check the largest offset attended to."""
+    if reach is None:
+        return
+    if isinstance(reach, bool) or not isinstance(reach, int):
+        raise TypeError(f"reach must be a whole number of pixels or None, got {reach!r}")
+    if reach < 0:
+        raise ValueError(f"reach must be 0 or more, or None for the whole map, got {reach}")
+
+
+def check_same_kind(**tensors: Tensor) -> None:
+    """Check that all tensors of a call have one dtype and one device."""
+    for attribute in ("dtype", "device"):
+        kinds = {name: getattr(tensor, attribute) for name, tensor in tensors.items()}
+        if len(set(kinds.values())) > 1:
+            listed = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+            raise TypeError(f"all tensors must have the same {attribute}, got {listed}")
+
+
+def check_feature_map(x: Tensor, channels: int) -> None:
+    """Check a feature map (batch, channels, height, width)."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"the input must be a tensor, got {type(x).__name__}")
+    if x.dim() != 4:
+        raise ValueError(f"the input must be a map (batch, {channels}, height, width), got {tuple(x.shape)}")
+    if x.shape[1] != channels:
+        raise ValueError(f"the input must have {channels} channels, got {x.shape[1]} in {tuple(x.shape)}")

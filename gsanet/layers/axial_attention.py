@@ -1,0 +1,96 @@
+"""Axial content and positional attention: what Table 2 of the paper compares the GSA module with.
+
+Described there as "a global attention module that attends based on both content and positions similar to"
+stand-alone self-attention (Ramachandran et al., 2019) "but in an axial fashion". One axial layer is
+
+    y_a = sum over b of softmax_b((q_a k_b + q_a r_{b-a}) / sqrt(k)) v_b
+
+along a column, then, behind batch normalisation, along a row with the same queries and keys. Parameters and operations
+are those that the paper prints. Stand-alone self-attention does not divide by sqrt(k); it is done here, as in every
+later system, so that the softmax does not start saturated.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gsanet.functional.checks import check_feature_map
+from gsanet.functional.lean import fit_table
+from gsanet.layers.relative import RelativeTables
+
+
+class AxialAttention(RelativeTables):
+    """Softmax attention along columns, then along rows, by content and relative position.
+
+    Args:
+        dim: Input channels.
+        dim_out: Output channels. Default: dim.
+        feat_size: Height and width of the input map.
+        stride: The output is average-pooled by stride x stride.
+        num_heads: Number of heads; divides dim and dim_out.
+        keep_reach: Accept maps larger than `feat_size`: the embeddings of offsets that the tables do not hold are zero.
+        norm_layer: The normalisation between column and row.
+        device: As usual.
+        dtype: As usual.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        dim_out: int | None = None,
+        feat_size: int | tuple[int, int] | None = None,
+        stride: int = 1,
+        num_heads: int = 8,
+        keep_reach: bool = False,
+        norm_layer: type[nn.Module] = nn.BatchNorm2d,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        dim_out = dim if dim_out is None else dim_out
+        for name, value in {"dim": dim, "dim_out": dim_out}.items():
+            if value % num_heads:
+                raise ValueError(f"{name} must be divisible by the number of heads, got {value} for {num_heads} heads")
+        super().__init__(feat_size, dim // num_heads, keep_reach=keep_reach, device=device, dtype=dtype)
+        self.dim, self.dim_out, self.stride, self.num_heads = dim, dim_out, stride, num_heads
+        self.qkv = nn.Conv2d(dim, 2 * dim + dim_out, 1, bias=False, device=device, dtype=dtype)
+        self.norm = norm_layer(dim_out, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise so that q, k and v start at unit variance behind a ReLU, and both parts of a score are alike."""
+        nn.init.normal_(self.qkv.weight, std=math.sqrt(2 / self.dim))
+        for table in (self.rel_column, self.rel_row):
+            assert table is not None
+            nn.init.normal_(table)
+        if hasattr(self.norm, "reset_parameters"):
+            self.norm.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From (batch, dim, height, width) to (batch, dim_out, height / stride, width / stride), channels-last."""
+        check_feature_map(x, self.dim)
+        self.check_size(x)
+        assert self.rel_column is not None
+        assert self.rel_row is not None
+        projected = F.linear(x.permute(0, 2, 3, 1), self.qkv.weight.flatten(1))  # b, x, y, q | k | v
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, part.shape[-1] // self.num_heads))
+            for part in projected.split((self.dim, self.dim, self.dim_out), dim=-1)
+        )
+        column = axial_attention(q, k, v, self.rel_column)
+        column = self.norm(column.flatten(3).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).unflatten(-1, v.shape[3:])
+        row = axial_attention(q.transpose(1, 2), k.transpose(1, 2), column.transpose(1, 2), self.rel_row)
+        out = row.transpose(1, 2).flatten(3).permute(0, 3, 1, 2)
+        if self.stride > 1:
+            out = F.avg_pool2d(out, self.stride, ceil_mode=True, count_include_pad=False)
+        return out
+
+
+def axial_attention(q: Tensor, k: Tensor, v: Tensor, rel: Tensor) -> Tensor:
+    """Attend along dimension 1 of maps (batch, x, y, head, channel); `rel` as in `positional_attention`."""
+    length = q.shape[1]
+    q = q * q.shape[-1] ** -0.5
+    embeddings = fit_table(rel, length, reach=None).unfold(0, length, 1).flip(0)  # x, k, i
+    scores = torch.einsum("bxynk,biynk->bynxi", q, k) + torch.einsum("bxynk,xki->bynxi", q, embeddings)
+    return torch.einsum("bynxi,biynv->bxynv", scores.softmax(dim=-1).to(v.dtype), v)

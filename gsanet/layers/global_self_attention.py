@@ -1,0 +1,128 @@
+"""The GSA module of "Global Self-Attention Networks for Image Recognition" (Shen, Bello et al.), Section 3.1.
+
+Two layers in parallel over one projection: content attention, which sees every pixel and no position, and positional
+attention, a column layer and a row layer with batch normalisation between them. Their sum is the output.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from gsanet.functional import global_self_attention_map
+from gsanet.functional.checks import check_feature_map
+from gsanet.layers.relative import RelativeTables
+
+
+class GlobalSelfAttention(RelativeTables):
+    """Global self-attention over a feature map, in the place of a spatial convolution.
+
+    Args:
+        dim: Input channels.
+        dim_out: Output channels, and channels of v. Default: dim.
+        feat_size: Height and width of the input map. Needed for positional attention unless `reach` is given.
+        stride: The output is average-pooled by stride x stride.
+        num_heads: Number of heads; divides dim_out and dim_key.
+        dim_key: Channels of q and of k. Default: dim.
+        content: Content attention.
+        column: Positional attention along columns.
+        row: Positional attention along rows, after the columns.
+        reach: The largest offset that positional attention sees, the paper's L. Default: all of the map.
+        keep_reach: Accept maps larger than `feat_size`; offsets that the tables do not hold contribute nothing.
+        norm_layer: The normalisation between column and row.
+        device: As usual.
+        dtype: As usual.
+
+    The relative position embeddings are `rel_column`, (2 * height - 1, dim_key / num_heads), and `rel_row`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        dim_out: int | None = None,
+        feat_size: int | tuple[int, int] | None = None,
+        stride: int = 1,
+        num_heads: int = 8,
+        dim_key: int | None = None,
+        content: bool = True,
+        column: bool = True,
+        row: bool = True,
+        reach: int | None = None,
+        keep_reach: bool = False,
+        norm_layer: type[nn.Module] = nn.BatchNorm2d,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        dim_out = dim if dim_out is None else dim_out
+        dim_key = dim if dim_key is None else dim_key
+        if not (content or column or row):
+            raise ValueError("content, column and row are all False: a GSA module needs at least one of them")
+        for name, value in {"dim": dim, "dim_out": dim_out, "dim_key": dim_key, "num_heads": num_heads}.items():
+            if value < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}")
+        for name, value in {"dim_out": dim_out, "dim_key": dim_key}.items():
+            if value % num_heads:
+                raise ValueError(f"{name} must be divisible by the number of heads, got {value} for {num_heads} heads")
+        if stride < 1:
+            raise ValueError(f"stride must be 1 or more, got {stride}")
+        super().__init__(
+            feat_size,
+            dim_key // num_heads,
+            column=column,
+            row=row,
+            reach=reach,
+            keep_reach=keep_reach,
+            device=device,
+            dtype=dtype,
+        )
+        self.dim, self.dim_out, self.dim_key = dim, dim_out, dim_key
+        self.stride, self.num_heads, self.content = stride, num_heads, content
+        # One convolution for q, k and v; without content attention there is no k.
+        channels = dim_out + (2 if content else 1) * dim_key
+        self.qkv = nn.Conv2d(dim, channels, 1, bias=False, device=device, dtype=dtype)
+        self.norm = norm_layer(dim_out, device=device, dtype=dtype) if column and row else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise so that q, k, v and the positional sums start at unit variance, behind a ReLU.
+
+        The paper leaves this open. Without the number of pixels in the variance of the embeddings, the positional
+        branch starts many times larger than the content branch, and drowns it.
+        """
+        nn.init.normal_(self.qkv.weight, std=math.sqrt(2 / self.dim))
+        for axis, table in enumerate((self.rel_column, self.rel_row)):
+            if table is not None:
+                rows, width = table.shape
+                length = rows if self.feat_size is None else min(rows, self.feat_size[axis])
+                nn.init.normal_(table, std=math.sqrt(1 / (width * length)))
+        if self.norm is not None and hasattr(self.norm, "reset_parameters"):
+            self.norm.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From (batch, dim, height, width) to (batch, dim_out, height / stride, width / stride), channels-last."""
+        check_feature_map(x, self.dim)
+        self.check_size(x)
+        return global_self_attention_map(
+            x,
+            self.qkv.weight.flatten(1),
+            self.rel_column,
+            self.rel_row,
+            self.norm,
+            num_heads=self.num_heads,
+            dim_key=self.dim_key,
+            content=self.content,
+            reach=self.reach,
+            stride=self.stride,
+        )
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        parts = "+".join(
+            name
+            for name, on in (("content", self.content), ("column", self.rel_column is not None), ("row", self.rel_row is not None))
+            if on
+        )
+        return (
+            f"{self.dim}, {self.dim_out}, num_heads={self.num_heads}, dim_key={self.dim_key}, stride={self.stride}, "
+            f"{parts}, {super().extra_repr()}"
+        )

@@ -1,0 +1,15 @@
+"""Networks, registered with timm."""
+
+from gsanet.models.cost import count_flops, count_parameters
+from gsanet.models.gsa_resnet import GSAResNet, ResNetSettings, fit_state_dict
+from gsanet.models.registry import create_model, list_models
+
+__all__ = [
+    "GSAResNet",
+    "ResNetSettings",
+    "count_flops",
+    "count_parameters",
+    "create_model",
+    "fit_state_dict",
+    "list_models",
+]

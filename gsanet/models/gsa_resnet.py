@@ -1,0 +1,261 @@
+"""GSA networks, Section 3.2: ResNets in which attention modules take the place of the 3x3 convolutions.
+
+The ResNet is timm's `ByobNet`; a network here is a line of settings, `NETWORKS`, that becomes a `ByoModelCfg`. The
+settings and the arguments of the attention module are all options of `timm.create_model`:
+
+    timm.create_model("gsa_resnet50", groups=(2, 3, 4), stem="3x3/1", content=False, img_size=(160, 96))
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import make_divisible, to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.byobnet import ByobNet, ByoBlockCfg, ByoModelCfg
+from torch import Tensor, nn
+
+from gsanet.layers import AxialAttention, GlobalSelfAttention
+from gsanet.layers.relative import RelativeTables, resize_table
+
+__all__ = ["NETWORKS", "GSAResNet", "ResNetSettings", "fit_state_dict"]
+
+Stem = Literal["7x7/2+maxpool", "7x7/2", "3x3/1"]
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ResNetSettings:
+    """What makes one network of the family different from another.
+
+    Args:
+        depths: Residual blocks in each group.
+        widths: Inner channels of the blocks of each group: those of the attention module or the 3x3 convolution.
+        expansion: Outer channels of a block are this many times the inner ones.
+        width: A factor on all widths, the stem's too; results are rounded to multiples of 8.
+        groups: The residual groups, counted from 1, that use attention; the others convolve. None: all.
+        attention: The class of the attention module.
+        stem: `"7x7/2+maxpool"` is ResNet's; `"7x7/2"` has no max-pool and `"3x3/1"` no stride, for small images.
+        stem_width: Channels of the stem.
+    """
+
+    depths: tuple[int, ...] = (3, 4, 6, 3)
+    widths: tuple[int, ...] = (64, 128, 256, 512)
+    expansion: int = 4
+    width: float = 1.0
+    groups: tuple[int, ...] | None = None
+    attention: type[nn.Module] = GlobalSelfAttention
+    stem: Stem = "7x7/2+maxpool"
+    stem_width: int = 64
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.depths) <= len(self.widths) or min(self.depths) < 1:
+            raise ValueError(f"depths must be 1 to {len(self.widths)} numbers of blocks, got {self.depths}")
+        if any(width < 8 or width % 8 for width in self.widths):
+            raise ValueError(f"widths must be multiples of 8, got {self.widths}")
+        if self.width <= 0:
+            raise ValueError(f"width must be a positive factor, got {self.width}")
+        if self.stem not in get_args(Stem):
+            raise ValueError(f"stem must be one of {', '.join(map(repr, get_args(Stem)))}, got {self.stem!r}")
+        if not set(self.attention_groups) <= set(range(1, len(self.depths) + 1)):
+            raise ValueError(f"groups must be among 1 to {len(self.depths)}, got {self.groups}")
+
+    @property
+    def attention_groups(self) -> tuple[int, ...]:
+        """The residual groups that use attention."""
+        return tuple(range(1, len(self.depths) + 1)) if self.groups is None else tuple(self.groups)
+
+    @property
+    def num_features(self) -> int:
+        """How many feature maps `features_only` gives: one a group, and one of the stem if it pools."""
+        return len(self.depths) + ("maxpool" in self.stem)
+
+    def map_sizes(self, img_size: int | Size, output_stride: int = 32) -> list[Size]:
+        """The size of the map that enters each residual group, and last the one that leaves the network."""
+        size: Size = tuple(to_2tuple(img_size))
+        total = {"7x7/2+maxpool": 4, "7x7/2": 2, "3x3/1": 1}[self.stem]
+        sizes = [_reduce(size, total)]
+        for group in range(1, len(self.depths) + 1):
+            stride = 1 if group == 1 or total >= output_stride else 2
+            total *= stride
+            sizes.append(_reduce(sizes[-1], stride))
+        return sizes
+
+    def to_byo(self, img_size: int | Size, output_stride: int, attention_kwargs: dict[str, Any]) -> ByoModelCfg:
+        """The network as timm's configuration."""
+        sizes = self.map_sizes(img_size, output_stride)
+        stages = []
+        for index, (depth, width) in enumerate(zip(self.depths, self.widths, strict=False)):
+            inner = make_divisible(width * self.width, 8)
+            block = ByoBlockCfg(
+                type="bottle", d=depth, c=inner * self.expansion, s=1 if index == 0 else 2, br=1 / self.expansion
+            )
+            if index + 1 not in self.attention_groups:
+                stages.append((block,))
+                continue
+            # Only the first block of a group sees the larger map: its module pools after attending.
+            first = replace(block, type="self_attn", d=1, block_kwargs={"feat_size": sizes[index]})
+            rest = replace(block, type="self_attn", d=depth - 1, block_kwargs={"feat_size": sizes[index + 1]})
+            stages.append((first, rest))
+        return ByoModelCfg(
+            blocks=tuple(stages),
+            stem_type=self.stem[:3],
+            stem_pool="maxpool" if "maxpool" in self.stem else "",
+            stem_chs=make_divisible(self.stem_width * self.width, 8),
+            self_attn_layer=self.attention if self.attention_groups else None,
+            self_attn_kwargs=attention_kwargs,
+        )
+
+
+def _reduce(size: Size, stride: int) -> Size:
+    """What strided convolutions and pooling leave of a map: rounded up."""
+    return -(-size[0] // stride), -(-size[1] // stride)
+
+
+class GSAResNet(ByobNet):
+    """A ResNet whose residual groups attend or convolve.
+
+    Args:
+        cfg: The settings.
+        img_size: The image size that the tables of relative positions are made for. Smaller images work as they are.
+        output_stride: Total stride of the network; attention needs no dilation to keep a larger map.
+        kwargs: Fields of `ResNetSettings` and arguments of the attention module, over those of `cfg`; the rest are
+            timm's: `num_classes`, `in_chans`, `drop_rate`, `drop_path_rate`, `global_pool`, ...
+    """
+
+    def __init__(
+        self,
+        cfg: ResNetSettings,
+        img_size: int | Size | None = None,
+        output_stride: int = 32,
+        **kwargs: Any,
+    ):
+        settings = replace(cfg, **_take(kwargs, [field.name for field in fields(ResNetSettings)]))
+        if settings.attention is AxialAttention and not kwargs.get("content", True):
+            # Table 2: axial attention without content is the GSA module's own positional attention.
+            settings = replace(settings, attention=GlobalSelfAttention)
+        attention_kwargs = _take(kwargs, _options(settings.attention))
+        byo = settings.to_byo(img_size or 224, output_stride, attention_kwargs)
+        # timm's stems all have a stride of at least 2. For a stride of 1 the first convolution's is taken back below,
+        # and everything that timm counts from it is halved.
+        unstrided = settings.stem == "3x3/1"
+        super().__init__(byo, output_stride=output_stride * (2 if unstrided else 1), **kwargs)
+        if unstrided:
+            self.stem.conv.stride = (1, 1)
+            for info in self.feature_info:
+                info["reduction"] //= 2
+        self.settings = settings
+        self.output_stride = output_stride
+        self.img_size: Size | None = tuple(to_2tuple(img_size)) if img_size else None
+
+    def set_input_size(self, img_size: int | Size) -> None:
+        """Make the tables of relative positions fit another image size (see `RelativeTables.resize_tables`)."""
+        sizes = self.settings.map_sizes(img_size, self.output_stride)
+        self.img_size = tuple(to_2tuple(img_size))
+        for index, stage in enumerate(self.stages):
+            for number, block in enumerate(stage):
+                for module in block.modules():
+                    if isinstance(module, RelativeTables):
+                        module.resize_tables(sizes[index] if number == 0 else sizes[index + 1])
+
+
+def fit_state_dict(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Weights trained at one image size, made to fit a model of another: only the tables differ."""
+    target = model.state_dict()
+    return {
+        name: resize_table(tensor, len(target[name]))
+        if name.endswith((".rel_column", ".rel_row")) and name in target
+        else tensor
+        for name, tensor in state_dict.items()
+    }
+
+
+def _options(attention: type[nn.Module]) -> list[str]:
+    """The arguments of an attention module that are the user's to choose; the network sets the others."""
+    given = {"self", "dim", "dim_out", "feat_size", "stride", "device", "dtype"}
+    return [name for name in inspect.signature(attention.__init__).parameters if name not in given]
+
+
+def _take(kwargs: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Remove the named ones from `kwargs` and return them."""
+    return {name: kwargs.pop(name) for name in names if name in kwargs}
+
+
+def _cfg(settings: ResNetSettings, **kwargs: Any) -> dict[str, Any]:
+    return {
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": (7, 7),
+        "fixed_input_size": bool(settings.attention_groups),
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "stem.conv1.conv" if "maxpool" in settings.stem else "stem.conv",
+        "classifier": "head.fc",
+        "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+RESNET26 = ResNetSettings(depths=(1, 2, 4, 1))
+RESNET38 = ResNetSettings(depths=(2, 3, 5, 2))
+RESNET50 = ResNetSettings()
+RESNET101 = ResNetSettings(depths=(3, 4, 23, 3))
+# "Halving the number of input and output channels of all residual blocks and then scaling the number of filters in
+# every layer by a factor of 1.125" (Table 3): inner 64 -> 72, outer 256 -> 128 -> 144.
+M_RESNET50 = ResNetSettings(widths=(72, 144, 288, 576), expansion=2)
+# For 32x32 images: three groups on maps of 32, 16 and 8; wide attention between narrow outer maps.
+RESNET26_TINY = ResNetSettings(depths=(2, 3, 3), widths=(64, 128, 256), expansion=2, stem="3x3/1")
+CIFAR = {
+    "num_classes": 100,
+    "input_size": (3, 32, 32),
+    "pool_size": (8, 8),
+    "crop_pct": 1.0,
+    "mean": (0.5071, 0.4866, 0.4409),
+    "std": (0.2673, 0.2564, 0.2762),
+}
+
+# Name: settings, and what differs in timm's pretrained_cfg.
+NETWORKS: dict[str, tuple[ResNetSettings, dict[str, Any]]] = {
+    "gsa_resnet26": (RESNET26, {}),
+    "gsa_resnet38": (RESNET38, {}),
+    "gsa_resnet50": (RESNET50, {}),
+    "gsa_resnet101": (RESNET101, {}),
+    "gsa_m_resnet50": (M_RESNET50, {}),
+    "gsa_resnet26_tiny": (RESNET26_TINY, CIFAR),
+    "axial_resnet50": (replace(RESNET50, attention=AxialAttention), {}),
+    "conv_resnet26": (replace(RESNET26, groups=()), {}),
+    "conv_resnet38": (replace(RESNET38, groups=()), {}),
+    "conv_resnet50": (replace(RESNET50, groups=()), {}),
+    "conv_resnet101": (replace(RESNET101, groups=()), {}),
+    "conv_resnet26_tiny": (replace(RESNET26_TINY, groups=()), CIFAR),
+}
+
+default_cfgs = generate_default_cfgs({name: _cfg(settings, **cfg) for name, (settings, cfg) in NETWORKS.items()})
+
+
+def _entry_point(name: str) -> Callable[..., nn.Module]:
+    settings = NETWORKS[name][0]
+
+    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        num_features = replace(settings, **{k: kwargs[k] for k in ("depths", "stem", "groups") if k in kwargs}).num_features
+        return build_model_with_cfg(
+            GSAResNet,
+            name,
+            pretrained,
+            model_cfg=settings,
+            pretrained_filter_fn=fit_state_dict,
+            feature_cfg={"flatten_sequential": True, "out_indices": tuple(range(num_features))},
+            **kwargs,
+        )
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"`{name}`: options as in `GSAResNet`."
+    return create
+
+
+for _name in NETWORKS:
+    globals()[_name] = register_model(_entry_point(_name))

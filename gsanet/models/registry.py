@@ -1,0 +1,39 @@
+"""Networks by name: timm's registry, with the names of this package and a hint when one is misspelt."""
+
+import difflib
+from typing import Any
+
+import timm
+from torch import nn
+
+MODULES = ["gsa_resnet"]  # the files of this package that register networks
+
+
+def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """Make a network of this package, or any other that timm knows.
+
+    Args:
+        name: As in `list_models()`.
+        pretrained: Load the weights that belong to the name.
+        kwargs: As in `timm.create_model`: `num_classes`, `in_chans`, `img_size`, `features_only`, ... and the options
+            of the family (see `gsanet.models.GSAResNet`).
+    """
+    check_name(name)
+    return timm.create_model(name, pretrained=pretrained, **kwargs)
+
+
+def list_models(pattern: str = "", pretrained: bool = False) -> list[str]:
+    """The names of this package's networks, optionally those that match a pattern such as `"gsa_*"`."""
+    return timm.list_models(pattern, module=MODULES, pretrained=pretrained)
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that timm does not know, and suggest the nearest."""
+    architecture = name.split(".")[0]
+    if ":" in name or timm.is_model(architecture):  # hf-hub:..., local-dir:...
+        return
+    near = difflib.get_close_matches(architecture, list_models(), n=1) or difflib.get_close_matches(
+        architecture, timm.list_models(), n=1
+    )
+    hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(list_models())}"
+    raise ValueError(f"unknown model {name!r}: {hint}")
