@@ -37,20 +37,19 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
-def count_flops(model: nn.Module, img_size: int | Size | None = None, in_chans: int | None = None) -> int:
+def count_flops(model: nn.Module, img_size: int | Size | None = None) -> int:
     """The operations of one image's forward pass.
 
     Args:
         model: A network that takes (batch, channels, height, width).
         img_size: Default: the one that the network was made for.
-        in_chans: Default: the network's own.
     """
-    return _run(model, img_size, in_chans)[0].get_total_flops()
+    return _run(model, img_size)[0].get_total_flops()
 
 
 def stage_costs(model: Any, img_size: int | Size | None = None) -> list[StageCost]:
     """Parameters and operations of the stem, each residual group and the head of a ByobNet."""
-    counter, shapes = _run(model, img_size, None)
+    counter, shapes = _run(model, img_size)
     by_module = counter.get_flop_counts()
     root = type(model).__name__
     parts = {"stem": model.stem, **{f"stages.{i}": s for i, s in enumerate(model.stages)}, "head": model.head}
@@ -76,11 +75,9 @@ def _operation(part: nn.Module) -> str:
     return f"{max(kernels)}x{max(kernels)} conv" if kernels else "linear"
 
 
-def _run(
-    model: Any, img_size: int | Size | None, in_chans: int | None
-) -> tuple[FlopCounterMode, dict[str, tuple[int, ...]]]:
+def _run(model: Any, img_size: int | Size | None) -> tuple[FlopCounterMode, dict[str, tuple[int, ...]]]:
     height, width = _input_size(model, img_size)
-    channels = in_chans or getattr(model, "in_chans", 3)
+    channels: int = getattr(model, "in_chans", 3)
     model = copy.deepcopy(model).to("meta").eval()
     shapes: dict[str, tuple[int, ...]] = {}
 

@@ -3,8 +3,9 @@
 Table 3 describes M-ResNet-50 as ResNet-50 "obtained by first halving the number of input and output channels of all
 residual blocks and then scaling the number of filters in every layer by a factor of 1.125", and prints 12.7 M and
 6.0 G. Read literally, with the stem's 64 channels kept, that is 12.826 M and 6.052 G. Run as a command,
-`python -m gsanet.paper.m_resnet50`, this counts every reading that respects the rest of the paper's text: for each residual group, inner and outer channels
-scaled or not; queries and keys scaled or not; the stem kept, scaled, halved, or halved and scaled.
+`python -m gsanet.paper.m_resnet50`, this counts every reading that respects the rest of the paper's text: for each
+residual group, inner and outer channels scaled or not; queries and keys scaled or not; the stem kept, scaled, halved,
+or halved and scaled.
 """
 
 from collections.abc import Iterator
