@@ -88,12 +88,14 @@ class GlobalSelfAttention(RelativeTables):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise so that q, k, v and the positional sums start at unit variance, behind a ReLU.
+        """Initialise so that neither branch starts much larger than the other.
 
-        The paper leaves this open. Without the number of pixels in the variance of the embeddings, the positional
-        branch starts many times larger than the content branch, and drowns it.
+        The paper leaves this open. With the length of the line in the variance of the embeddings, a positional sum over
+        the line starts as large as one product of a query and a value; without it, the positional branch drowns the
+        content branch. Content attention multiplies q by context vectors made of v, so it grows with both: a projection
+        of variance 2 / dim lets it drown the positional branch (docs/initialisation.md has the measurements).
         """
-        nn.init.normal_(self.qkv.weight, std=math.sqrt(2 / self.dim))
+        nn.init.normal_(self.qkv.weight, std=math.sqrt(1 / (3 * self.dim)))
         for axis, table in enumerate((self.rel_column, self.rel_row)):
             if table is not None:
                 rows, width = table.shape
