@@ -1,0 +1,1 @@
+"""Training: recipes, the engine, checkpoints and evaluation."""
