@@ -1,1 +1,1 @@
-"""Training: recipes, the engine, checkpoints and evaluation."""
+"""Training: recipes, engine, checkpoints and evaluation (Section 4 of the paper, and Appendix A)."""
