@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 MANIFEST = "checkpoint.json"
@@ -65,8 +64,8 @@ def save(path: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping
         sync_directory(path.parent)
     except OSError as error:
         shutil.rmtree(new, ignore_errors=True)
-        kept = next((f"; the last good one, {good}, is unharmed" for good in (path, previous) if good.exists()), "")
-        raise CheckpointError(f"cannot write the checkpoint {path}: {error.strerror or error}{kept}") from error
+        advice = next((f"; {good} is unharmed: {go_on(path.parent)}" for good in (path, previous) if good.exists()), "")
+        raise CheckpointError(f"cannot write the checkpoint {path}: {error.strerror or error}{advice}") from error
 
 
 def load(path: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -78,7 +77,7 @@ def load(path: Path) -> tuple[Checkpoint | None, list[str]]:
     Raises:
         CheckpointError: There are checkpoints, but all are damaged.
     """
-    damage = []
+    damage: list[str] = []
     for candidate in (path, _previous(path)):
         if candidate.exists():
             try:
@@ -113,24 +112,9 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(tensors, state, path)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-    """The optimizer's memory, such as momentum, each tensor as `kind/parameter`."""
-    return {
-        f"{kind}/{names[parameter]}": value
-        for parameter, memory in optimizer.state.items()
-        for kind, value in memory.items()
-        if isinstance(value, Tensor)
-    }
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], saved: Mapping[str, Tensor]) -> None:
-    """Give an optimizer back what `optimizer_tensors` took from it."""
-    by_name = {name: parameter for parameter, name in names.items()}
-    for key, value in saved.items():
-        kind, _, name = key.partition("/")
-        parameter = by_name[name]
-        # In the parameter's memory format: vectorised and scalar code round differently.
-        optimizer.state[parameter][kind] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+def go_on(out: Path) -> str:
+    """How to continue a run that could not write."""
+    return f"when there is space and permission, go on with `gsanet train --resume {out}`"
 
 
 def write_durably(file: Path, content: bytes) -> None:

@@ -7,14 +7,13 @@ momentum and the number of steps are all that it takes to go on exactly where a 
 """
 
 import math
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import timm
@@ -38,26 +37,9 @@ from gsanet.train.recipe import Recipe
 from gsanet.train.report import Reporter, draw_curves, duration
 from gsanet.train.run_directory import record_session, start_run
 from gsanet.train.schedule import learning_rate
-from gsanet.train.step_log import StepLog
+from gsanet.train.state import DivergedError, Progress, TrainingState
+from gsanet.train.step_log import StepLog, StepRecord
 from gsanet.train.weights import load_weights
-
-
-class DivergedError(ValueError):
-    """The loss or the weights are no longer finite numbers."""
-
-
-@dataclass
-class Progress:
-    """How far a run is; saved with each checkpoint."""
-
-    step: int = 0  # optimizer steps done
-    train_images: int = 0  # of the data set, to notice when it is another
-    epoch_loss: float = 0.0  # sum over the steps of this epoch
-    epoch_steps: int = 0
-    best_top1: float = -1.0
-    best_step: int = 0
-    last: dict[str, Any] | None = None  # the last evaluation
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +65,7 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> Result:
 
     # Data. A batch is computed in `micro_steps` parts; each process gets an equal share of each part.
     micro_steps = recipe.micro_steps(world_size)
+    device_batch = recipe.batch_size // (micro_steps * world_size)
     data = open_data(
         recipe.data_path,
         recipe.data_settings,
@@ -101,121 +84,84 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> Result:
     total_steps = recipe.steps or (recipe.epochs or 0) * steps_per_epoch
     total_epochs = math.ceil(total_steps / steps_per_epoch)
 
-    # The network, and what trains it.
+    # The network, what trains it, and how far it is.
     seed_all(recipe.seed)
     model = make_model(recipe, data.num_classes)
-    loaded = load_weights(model, recipe.weights) if recipe.weights else None
+    loaded = load_weights(model, recipe.weights) if recipe.weights else ""
     if recipe.sync_bn:
         model = synchronise_bn(model, accelerator)
-    model.to(accelerator.device, memory_format=torch.channels_last)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    optimizer = make_optimizer(recipe, model)
-    ema = ModelEmaV3(model, recipe.ema, use_warmup=True, warmup_power=3 / 4) if recipe.ema else None
-    evaluated = ema.module if ema else model
-    mix = make_mixup(recipe, data.num_classes, recipe.batch_size // (micro_steps * world_size))
-    progress = Progress(train_images=data.train.num_samples)
-
-    def save() -> None:
-        """Write the checkpoint `last`: only of finite weights, and only from the first process."""
-        check_finite(model, progress.step, out)
-        if is_main:
-            tensors = {"model": model.state_dict(), "optimizer": checkpoint.optimizer_tensors(optimizer, names)}
-            if ema:
-                tensors["ema"] = ema.module.state_dict()
-            checkpoint.save(out / "last", tensors, asdict(progress))
-
-    if resume:
-        found, damage = checkpoint.load(out / "last")
-        if found:
-            model.load_state_dict(found.tensors["model"])
-            checkpoint.restore_optimizer(optimizer, names, found.tensors["optimizer"])
-            if ema:
-                ema.module.load_state_dict(found.tensors["ema"])
-            progress = restore_progress(found.state, data)
-        if is_main:
-            record_session(out, recipe)
-    else:
-        damage = []
-        if is_main:
-            start_run(out, recipe, data.class_names)
-            save()  # a disk that cannot be written is noticed now, and there are good weights from the first step on
-
+    model.to(accelerator.device).to(memory_format=torch.channels_last)
+    state = TrainingState(
+        model,
+        make_optimizer(recipe, model),
+        ModelEmaV3(model, recipe.ema, use_warmup=True, warmup_power=3 / 4) if recipe.ema else None,
+        Progress(train_images=data.train.num_samples),
+    )
+    mix = make_mixup(recipe, data.num_classes, device_batch)
+    found, damage = checkpoint.load(out / "last") if resume else (None, [])
+    if found is not None:
+        state.restore(found)
+    if is_main:
+        record_session(out, recipe) if resume else start_run(out, recipe, data.class_names)
+        if found is None:
+            state.save_last(out)  # good weights from the first step on; and a full disk is noticed now
     network = accelerator.prepare_model(model)
     if recipe.compile:
         network = torch.compile(network)
 
-    log, seconds_before, began = StepLog(accelerator), progress.seconds, time.perf_counter()
+    progress, log = state.progress, StepLog(accelerator)
+    began, saved_at = time.perf_counter() - progress.seconds, time.perf_counter()
     with Interrupt() as interrupt, Reporter(out, progress.step, total_steps, is_main) as reporter:
         for line in (data.description, loaded, *damage):
             if line:
                 reporter.say(line)
         reporter.say(
-            f"{recipe.model}: step {progress.step} of {total_steps}, {steps_per_epoch} an epoch, batch "
-            f"{recipe.batch_size} = {world_size} x {recipe.batch_size // (world_size * micro_steps)} x {micro_steps} "
-            f"(processes x images x parts) on {accelerator.device.type}"
+            f"{recipe.model} on {accelerator.device.type}: step {progress.step} of {total_steps}, {steps_per_epoch} an "
+            f"epoch; {recipe.batch_size} images a step = {world_size} processes x {micro_steps} parts x {device_batch}"
         )
-        saved_at = time.perf_counter()
-
-        def read_losses(everything: bool = False) -> tuple[bool, bool]:
-            """Take in the steps that the device has done; whether a process asks to stop, or to save."""
-            stop = save = False
-            for record in log.records(0) if everything else log.records():
-                if not math.isfinite(record.loss):
-                    raise DivergedError(diverged(f"the loss became {record.loss}", record.step, out))
-                progress.epoch_loss += record.loss
-                progress.epoch_steps += 1
-                reporter.step(record.step, record.loss, rate(record.step - 1), recipe.batch_size)
-                stop, save = stop or record.stop, save or record.save
-            return stop, save
-
-        rate = partial(learning_rate, recipe, steps_per_epoch=steps_per_epoch, total_steps=total_steps)
         while progress.step < total_steps:
-            epoch, done = divmod(progress.step, steps_per_epoch)
+            epoch, steps_done = divmod(progress.step, steps_per_epoch)
             epoch_end = min((epoch + 1) * steps_per_epoch, total_steps)
+            epoch_began, stop = time.perf_counter(), False
             set_training(model, recipe.freeze_bn)
-            batches = data.train.batches(epoch, done * micro_steps)
-            epoch_began, epoch_began_at = time.perf_counter(), progress.step
-            while progress.step < epoch_end:
+            batches = data.train.batches(epoch, steps_done * micro_steps)
+            while progress.step < epoch_end and not stop:
+                lr = learning_rate(recipe, progress.step, steps_per_epoch, total_steps)
                 seed_all(recipe.seed, progress.step, accelerator.process_index)
-                for group in optimizer.param_groups:
-                    group["lr"] = rate(progress.step)
-                loss = train_step(network, optimizer, batches, micro_steps, recipe, accelerator, mix)
+                loss = train_step(network, state.optimizer, lr, batches, micro_steps, recipe, accelerator, mix)
                 progress.step += 1
-                if ema:
-                    ema.update(model, progress.step)
+                if state.ema is not None:
+                    state.ema.update(model, progress.step)
                 due = is_main and time.perf_counter() - saved_at > 60 * recipe.checkpoint_minutes
-                log.push(progress.step, loss, stop=interrupt.received is not None, save=due)
-                stop, save_now = read_losses()
-                if recipe.checkpoint_steps and progress.step % recipe.checkpoint_steps == 0:
-                    save_now = True
-                if (stop or save_now) and progress.step < epoch_end:
-                    read_losses(everything=True)
-                    progress.seconds = seconds_before + time.perf_counter() - began
-                    save()
+                log.push(progress.step, loss, lr, stop=interrupt.received is not None, save=due)
+                stop, save = take_in(log.records(), progress, reporter, recipe, out)
+                if save or (recipe.checkpoint_steps and progress.step % recipe.checkpoint_steps == 0):
+                    take_in(log.records(lag=0), progress, reporter, recipe, out)
+                    save_last(state, out, is_main, began)
                     saved_at = time.perf_counter()
-                    if stop:
-                        reporter.say(stopped(progress.step, total_steps, out))
-                        return Result(out, progress, int(interrupt.received or 0))
 
-            # The end of an epoch: evaluate, keep the best, save.
-            stop = read_losses(everything=True)[0] or stop
-            speed = (progress.step - epoch_began_at) * recipe.batch_size / (time.perf_counter() - epoch_began)
-            if world_size > 1:
-                distribute_bn(evaluated, world_size)  # the first process's statistics count, as they do in its checkpoints
-            result = evaluate(evaluated, data.val, accelerator, recipe.precision)
-            progress.last = asdict(result)
-            reporter.epoch(progress.step, total_epochs, epoch_row(progress, steps_per_epoch, result, speed))
-            progress.epoch_loss, progress.epoch_steps = 0.0, 0
-            progress.seconds = seconds_before + time.perf_counter() - began
-            if result.top1 > progress.best_top1:
-                progress.best_top1, progress.best_step = result.top1, progress.step
-                if is_main:
-                    checkpoint.save(out / "best", {"model": evaluated.state_dict()}, asdict(progress))
-            save()
+            take_in(log.records(lag=0), progress, reporter, recipe, out)
+            if progress.step == epoch_end:
+                seconds = time.perf_counter() - epoch_began
+                speed = (epoch_end - epoch * steps_per_epoch - steps_done) * recipe.batch_size / seconds
+                if world_size > 1:
+                    distribute_bn(state.evaluated, world_size)  # as in checkpoints, the first process's count
+                result = evaluate(state.evaluated, data.val, accelerator, recipe.precision)
+                reporter.epoch(progress.step, total_epochs, epoch_row(progress, steps_per_epoch, result, speed))
+                progress.evaluation = asdict(result)
+                progress.epoch_loss, progress.epoch_steps = 0.0, 0
+                if result.top1 > progress.best_top1:
+                    progress.best_top1, progress.best_step = result.top1, progress.step
+                    if is_main:
+                        state.save_best(out)
+            save_last(state, out, is_main, began)
             saved_at = time.perf_counter()
             if stop and progress.step < total_steps:
-                reporter.say(stopped(progress.step, total_steps, out))
-                return Result(out, progress, int(interrupt.received or 0))
+                reporter.say(
+                    f"Stopped after step {progress.step} of {total_steps}, and saved. "
+                    f"To go on: gsanet train --resume {out}"
+                )
+                return Result(out, progress, interrupt.received or signal.SIGTERM)
 
     if is_main:
         finish(out, recipe, data, progress)
@@ -269,17 +215,6 @@ def make_mixup(recipe: Recipe, num_classes: int, device_batch: int) -> Mixup | N
     return Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.label_smoothing, num_classes=num_classes)
 
 
-def restore_progress(state: dict[str, Any], data: Data) -> Progress:
-    """Where the run was, on the same data."""
-    progress = Progress(**state)
-    if progress.train_images != data.train.num_samples:
-        raise ValueError(
-            f"this run was started on {progress.train_images} training images and there are now "
-            f"{data.train.num_samples}: it cannot go on as if nothing had happened; start a new one with --weights"
-        )
-    return progress
-
-
 def set_training(model: nn.Module, freeze_bn: bool) -> None:
     """Training mode, but for batch normalisation if it is frozen."""
     model.train()
@@ -292,6 +227,7 @@ def set_training(model: nn.Module, freeze_bn: bool) -> None:
 def train_step(
     network: nn.Module,
     optimizer: torch.optim.Optimizer,
+    lr: float,
     batches: Iterator[tuple[Tensor, Tensor]],
     micro_steps: int,
     recipe: Recipe,
@@ -312,6 +248,8 @@ def train_step(
             loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing) / micro_steps
             loss.backward()
         total += loss.detach()
+    for group in optimizer.param_groups:
+        group["lr"] = lr
     if recipe.clip_grad:
         nn.utils.clip_grad_norm_(network.parameters(), recipe.clip_grad)
     optimizer.step()
@@ -319,25 +257,27 @@ def train_step(
     return total
 
 
-def check_finite(model: nn.Module, step: int, out: Path) -> None:
-    """Refuse to save broken weights: a finite loss can still have had an infinite gradient."""
-    finite = torch.stack([torch.isfinite(tensor).all() for tensor in model.state_dict().values()])
-    if not finite.all():
-        name = list(model.state_dict())[int(finite.logical_not().nonzero()[0])]
-        raise DivergedError(diverged(f"the weights {name} are not finite", step, out))
+def take_in(
+    records: Iterable[StepRecord], progress: Progress, reporter: Reporter, recipe: Recipe, out: Path
+) -> tuple[bool, bool]:
+    """Count the steps that the device has done; whether any process asks to stop, and to save."""
+    stop = save = False
+    for record in records:
+        if not math.isfinite(record.loss):
+            raise DivergedError(f"the loss became {record.loss}", record.step, out)
+        progress.epoch_loss += record.loss
+        progress.epoch_steps += 1
+        reporter.step(record, recipe.batch_size)
+        stop, save = stop or record.stop, save or record.save
+    return stop, save
 
 
-def diverged(what: str, step: int, out: Path) -> str:
-    """What is said when a run cannot go on."""
-    return (
-        f"{what} at step {step}: stopped. The last good weights are in {out / 'last'}; "
-        f"try a lower lr, more warmup_epochs or clip_grad, from them with --weights {out / 'last'} or from the start"
-    )
-
-
-def stopped(step: int, total_steps: int, out: Path) -> str:
-    """What is said when a run was asked to stop."""
-    return f"Stopped after step {step} of {total_steps}, and saved. To go on: gsanet train --resume {out}"
+def save_last(state: TrainingState, out: Path, is_main: bool, began: float) -> None:
+    """Save, from the first process; all of them look at the weights first, so that all stop if they are broken."""
+    state.check_finite(out)
+    state.progress.seconds = time.perf_counter() - began
+    if is_main:
+        state.save_last(out)
 
 
 def epoch_row(progress: Progress, steps_per_epoch: int, result: Evaluation, speed: float) -> dict[str, float]:
@@ -355,7 +295,7 @@ def epoch_row(progress: Progress, steps_per_epoch: int, result: Evaluation, spee
 def finish(out: Path, recipe: Recipe, data: Data, progress: Progress) -> None:
     """Draw the curves and say where everything is."""
     no_curves = draw_curves({recipe.model: out}, out / "curves.png")
-    last = progress.last or {}
+    last = progress.evaluation
     bad = len(data.bad_files())
     for line in (
         f"Done: {progress.step} steps in {duration(progress.seconds)}.",

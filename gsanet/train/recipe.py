@@ -229,9 +229,7 @@ def _hints(settings: type) -> dict[str, Any]:
 
 
 def _required(settings: type) -> set[str]:
-    return {
-        entry.name for entry in fields(settings) if entry.default is MISSING and entry.default_factory is MISSING
-    }
+    return {entry.name for entry in fields(settings) if entry.default is MISSING and entry.default_factory is MISSING}
 
 
 def _check(values: Mapping[str, Any], hints: Mapping[str, Any], required: set[str], prefix: str = "") -> dict[str, Any]:

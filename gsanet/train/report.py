@@ -9,7 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gsanet.train.checkpoint import replace_file
+from gsanet.train.checkpoint import CheckpointError, go_on, replace_file
+from gsanet.train.step_log import StepRecord
 
 METRICS = "metrics.jsonl"
 ROW_EVERY = 50  # steps between two rows of the training loss
@@ -45,24 +46,27 @@ class Reporter:
     def say(self, text: str) -> None:
         """Print a line."""
         if self.active:
-            print(text, flush=True) if self._bar is None else self._bar.console.print(text, highlight=False, soft_wrap=True)
+            if self._bar is None:
+                print(text, flush=True)
+            else:
+                self._bar.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
-    def step(self, step: int, loss: float, lr: float, batch_size: int) -> None:
-        """One optimizer step is done, the step-th counted from 1."""
+    def step(self, record: StepRecord, batch_size: int) -> None:
+        """An optimizer step is done."""
         if not self.active:
             return
-        self._losses.append(loss)
+        self._losses.append(record.loss)
+        before, then = self._last
+        now = time.perf_counter()
+        speed = (record.step - before) * batch_size / (now - then)
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, loss=f"loss {loss:.3f}")
-        if step % ROW_EVERY == 0:
-            before, then = self._last
-            self._last = step, time.perf_counter()
-            speed = (step - before) * batch_size / (self._last[1] - then)
+            text = {"loss": f"loss {record.loss:.3f}", "speed": f"{speed:,.0f} images/s"}
+            self._bar.update(self._task, completed=record.step, **text)
+        if record.step % ROW_EVERY == 0:
             mean = sum(self._losses) / len(self._losses)
+            self.row("train", record.step, {"loss": mean, "lr": record.lr, "images_per_second": speed})
             self._losses.clear()
-            if self._bar is not None:
-                self._bar.update(self._task, speed=f"{speed:,.0f} images/s")
-            self.row("train", step, {"loss": mean, "lr": lr, "images_per_second": speed})
+            self._last = record.step, now
 
     def epoch(self, step: int, total_epochs: int, values: Mapping[str, float]) -> None:
         """An epoch is done and evaluated."""
@@ -76,12 +80,17 @@ class Reporter:
 
     def row(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """Write metrics of a step."""
-        if self.active:
+        if not self.active:
+            return
+        try:
             self._metrics.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
             self._metrics.flush()
             if self._board is not None:
                 for name, value in values.items():
                     self._board.add_scalar(f"{kind}/{name}", value, step)
+        except OSError as error:
+            reason = error.strerror or error
+            raise CheckpointError(f"cannot write metrics to {self.out}: {reason}; {go_on(self.out)}") from error
 
     def __enter__(self) -> "Reporter":
         return self
@@ -112,13 +121,11 @@ def draw_curves(runs: Mapping[str, Path], file: Path) -> str | None:
     losses, accuracy = figure.subplots(1, 2)
     for index, (name, out) in enumerate(runs.items()):
         rows = read_metrics(out, "epoch")
-        epochs = [row["epoch"] for row in rows]
-        color, marker = f"C{index}", "." if len(rows) < 30 else ""
-        losses.plot(epochs, [row["train_loss"] for row in rows], color=color, marker=marker, label=f"{name}, training")
-        losses.plot(
-            epochs, [row["val_loss"] for row in rows], color=color, marker=marker, linestyle="--", label=f"{name}, validation"
-        )
-        accuracy.plot(epochs, [row["top1"] for row in rows], color=color, marker=marker, label=name)
+        columns = {key: [row[key] for row in rows] for key in ("epoch", "train_loss", "val_loss", "top1")}
+        look: dict[str, Any] = {"color": f"C{index}", "marker": "." if len(rows) < 30 else ""}
+        losses.plot(columns["epoch"], columns["train_loss"], label=f"{name}, training", **look)
+        losses.plot(columns["epoch"], columns["val_loss"], label=f"{name}, validation", linestyle="--", **look)
+        accuracy.plot(columns["epoch"], columns["top1"], label=name, **look)
     losses.set(xlabel="epoch", ylabel="loss")
     accuracy.set(xlabel="epoch", ylabel="top-1 (%), validation")
     for axes in (losses, accuracy):

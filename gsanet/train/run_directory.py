@@ -5,6 +5,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ CLASSES = "classes.json"
 def start_run(out: Path, recipe: Recipe, class_names: list[str]) -> None:
     """Make a run directory; one that already holds a run is left alone."""
     if (out / RECIPE).exists():
-        raise ValueError(f"{out} already holds a run: go on with `gsanet train --resume {out}`, or choose another --out")
+        raise ValueError(
+            f"{out} already holds a run: go on with `gsanet train --resume {out}`, or choose another --out"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / CLASSES, json.dumps(class_names, indent=1).encode())
@@ -33,11 +36,11 @@ def start_run(out: Path, recipe: Recipe, class_names: list[str]) -> None:
         raise CheckpointError(f"cannot write the run directory {out}: {error.strerror or error}") from error
 
 
-def read_run(out: Path) -> Recipe:
-    """The resolved recipe of a run directory."""
+def read_run(out: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """The resolved recipe of a run directory, with values set over it."""
     if not (out / RECIPE).exists():
         raise FileNotFoundError(f"{out} is no run directory: it has no {RECIPE}")
-    return load_recipe(str(out / RECIPE))
+    return load_recipe(str(out / RECIPE), overrides)
 
 
 def record_session(out: Path, recipe: Recipe) -> None:

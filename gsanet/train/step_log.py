@@ -13,10 +13,11 @@ LAG = 2  # steps that the device may be behind when a loss is read
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What is known of a step once the device has done it: the mean loss, and what any process asks for."""
+    """A step that the device has done: its mean loss and rate, and what any process asks for."""
 
     step: int
     loss: float
+    lr: float
     stop: bool
     save: bool
 
@@ -29,9 +30,9 @@ class StepLog:
 
     def __init__(self, accelerator: Accelerator):
         self._accelerator = accelerator
-        self._pending: deque[tuple[int, Tensor, torch.Event | None]] = deque()
+        self._pending: deque[tuple[int, float, Tensor, torch.Event | None]] = deque()
 
-    def push(self, step: int, loss: Tensor, *, stop: bool, save: bool) -> None:
+    def push(self, step: int, loss: Tensor, lr: float, *, stop: bool, save: bool) -> None:
         """Note the loss of a step, still on the device."""
         wishes = [torch.full_like(loss, float(wish)) for wish in (stop, save)]
         values = self._accelerator.reduce(torch.stack([loss, *wishes]), "mean")
@@ -40,13 +41,13 @@ class StepLog:
         if values.device.type != "cpu":
             event = torch.Event(values.device)
             event.record()
-        self._pending.append((step, on_host, event))
+        self._pending.append((step, lr, on_host, event))
 
     def records(self, lag: int = LAG) -> Iterator[StepRecord]:
         """The steps that can be read, oldest first; with a lag of 0 all of them."""
         while len(self._pending) > lag:
-            step, on_host, event = self._pending.popleft()
+            step, lr, on_host, event = self._pending.popleft()
             if event is not None:
                 event.synchronize()
             loss, stop, save = on_host.tolist()
-            yield StepRecord(step, loss, stop > 0, save > 0)
+            yield StepRecord(step, loss, lr, stop > 0, save > 0)

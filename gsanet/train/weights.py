@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -42,7 +43,8 @@ def load_weights(model: nn.Module, path: str | Path) -> str:
     weights = read_weights(path)
     target = model.state_dict()
     changed = [name for name in weights if name in target and weights[name].shape != target[name].shape]
-    classifier = model.pretrained_cfg["classifier"]  # a name, or several
+    settings: Any = model.pretrained_cfg
+    classifier = settings["classifier"]  # a name, or several
     head = (classifier,) if isinstance(classifier, str) else tuple(classifier)
     left_out = [name for name in changed if name.rpartition(".")[0] in head]
     resized = [name for name in changed if name.endswith(TABLES)]
@@ -65,7 +67,9 @@ def load_exactly(model: nn.Module, path: str | Path) -> None:
     model.load_state_dict(weights)
 
 
-def _check_fit(weights: Mapping[str, Tensor], target: Mapping[str, Tensor], path: str | Path, allowed: set[str]) -> None:
+def _check_fit(
+    weights: Mapping[str, Tensor], target: Mapping[str, Tensor], path: str | Path, allowed: set[str]
+) -> None:
     """Refuse weights of another network, naming the first tensor that shows it."""
     none = torch.Size()
     for name in [*target, *(name for name in weights if name not in target)]:
