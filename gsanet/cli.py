@@ -228,13 +228,11 @@ def list_recipes(context: typer.Context) -> None:
 
     if context.invoked_subcommand:
         return
-    table = Table("Recipe", "What for", "Network", "Length", "Batch", "Image")
+    table = Table("Recipe", "What for", "Length")
     for name in recipe_names():
         found = load_recipe(name)
-        length = f"{found.epochs} epochs" if found.epochs else f"{found.steps:,} steps"
-        size = "x".join(map(str, found.image_size))
         what = recipe_text(name).splitlines()[0].lstrip("# ")
-        table.add_row(name, what, found.model, length, str(found.batch_size), size)
+        table.add_row(name, what, f"{found.epochs} epochs" if found.epochs else f"{found.steps:,} steps")
     console.print(table)
     console.print("`gsanet recipes show NAME` prints one with its comments.")
 

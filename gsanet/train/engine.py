@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gsanet.models import create_model, list_models
+from gsanet.models.registry import check_name
 from gsanet.train import checkpoint
 from gsanet.train.data import Data, open_data
 from gsanet.train.evaluate import Evaluation, autocast, evaluate
@@ -186,6 +187,7 @@ def seed_all(*numbers: int) -> None:
 
 def make_model(recipe: Recipe, num_classes: int) -> nn.Module:
     """The recipe's network for a number of classes."""
+    check_name(recipe.model)
     options = dict(recipe.model_kwargs)
     # timm's networks take an image size only where their structure depends on it.
     if recipe.model in list_models() or timm.models.get_pretrained_cfg_value(recipe.model, "fixed_input_size"):

@@ -17,6 +17,7 @@ import yaml
 from gsanet.train.data import DataSettings
 
 SECTIONS = ("data", "model_kwargs")
+OTHER_NAMES = {"learning_rate": "lr", "image_size": "img_size", "num_workers": "data.workers", "amp": "precision"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +238,8 @@ def _check(values: Mapping[str, Any], hints: Mapping[str, Any], required: set[st
     checked = {}
     for key, value in values.items():
         if key not in hints:
-            raise ValueError(f"unknown key {prefix}{key} in the recipe: {_hint(key, hints)}")
+            known = [prefix + name for name in hints]
+            raise ValueError(f"unknown key {prefix}{key} in the recipe: {_hint(f'{prefix}{key}', known)}")
         checked[key] = _convert(value, hints[key], f"{prefix}{key}")
     missing = sorted(required - set(checked))
     if missing:
@@ -246,7 +248,9 @@ def _check(values: Mapping[str, Any], hints: Mapping[str, Any], required: set[st
 
 
 def _hint(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.4)
+    # What others call it counts as a spelling too.
+    spellings = {**OTHER_NAMES, **{name: name for name in known}}
+    near = [spellings[match] for match in difflib.get_close_matches(word, spellings, n=1)]
     return f"did you mean {near[0]!r}?" if near else f"one of {', '.join(known)}"
 
 
