@@ -47,9 +47,9 @@ def models(
     names = gsanet.list_models(pattern)
     if not names:
         raise ValueError(f"no network matches {pattern!r}: `gsanet models` lists them all")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in track(names, description="Counting", console=errors, transient=True):
-        model = gsanet.create_model(name)
+        model: Any = gsanet.create_model(name)
         height, width = model.pretrained_cfg["input_size"][1:]
         params, flops = gsanet.count_parameters(model), gsanet.count_flops(model)
         rows.append({"model": name, "input": f"{height}x{width}", "params": params, "flops": flops})
@@ -74,9 +74,9 @@ def info(
     """Show a network's parameters, operations and feature maps, stage by stage."""
     from gsanet.models.cost import stage_costs
 
-    options = {} if num_classes is None else {"num_classes": num_classes}
     size = _parse_size(img_size)
-    network = gsanet.create_model(model, **options, **({"img_size": size} if size else {}))
+    options: dict[str, Any] = {"num_classes": num_classes, "img_size": size}
+    network = gsanet.create_model(model, **{name: value for name, value in options.items() if value is not None})
     if not hasattr(network, "stages") or not hasattr(network, "stem"):
         raise ValueError(f"{model} is not a network of this package: `gsanet models` lists them")
     stages = stage_costs(network, size)
@@ -119,14 +119,13 @@ def structure(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps([{**asdict(row), "match": row.matches} for row in rows], indent=2))
         return
-    table = Table("Network (table of the paper)", "Made by", title="224x224, 1000 classes", title_justify="left")
-    for heading in ("Params (M)", "paper", "FLOPs (G)", "paper"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
+    table = Table("Network", title="Parameters (M) and FLOPs (G) at 224x224, 1000 classes", title_justify="left")
+    for heading in ("Params", "paper", "FLOPs", "paper"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for row in rows:
         table.add_row(
-            f"{row.network} ({row.table})",
-            row.made_by,
+            f"{row.network}\n[dim]{row.made_by}; Table {row.table}[/]",
             f"{row.params / 1e6:.3f}",
             _mark(row.printed_params_m, row.params_match),
             f"{row.flops / 1e9:.3f}",

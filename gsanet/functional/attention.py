@@ -32,7 +32,8 @@ def content_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     checks.check_maps(q, v, k)
     if (dtype := _autocast_dtype(q)) is not None:
         with torch.autocast(q.device.type, enabled=False):
-            return content_attention(*_cast(dtype, q, k, v))
+            q, k, v = _cast(dtype, q, k, v)
+            return content_attention(q, k, v)
     checks.check_same_kind(q=q, k=k, v=v)
     return select_backend("content_attention", q, k, v).content_attention(q, k, v)
 
@@ -58,7 +59,8 @@ def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, reach: i
     checks.check_table("rel", rel, q.shape[-1])
     if (dtype := _autocast_dtype(q)) is not None:
         with torch.autocast(q.device.type, enabled=False):
-            return positional_attention(*_cast(dtype, q, v, rel), axis, reach)
+            q, v, rel = _cast(dtype, q, v, rel)
+            return positional_attention(q, v, rel, axis, reach)
     checks.check_same_kind(q=q, v=v, rel=rel)
     return select_backend("positional_attention", q, v, rel).positional_attention(q, v, rel, axis, reach)
 

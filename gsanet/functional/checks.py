@@ -20,9 +20,7 @@ def check_maps(q: Tensor, v: Tensor, k: Tensor | None = None) -> None:
     if k is not None and k.shape != q.shape:
         raise ValueError(f"k must have q's shape {tuple(q.shape)}, got {tuple(k.shape)}")
     if v.shape[:4] != q.shape[:4]:
-        raise ValueError(
-            f"v must agree with q in (batch, x, y, head) = {tuple(q.shape[:4])}, got {tuple(v.shape[:4])}"
-        )
+        raise ValueError(f"v must agree with q in (batch, x, y, head) = {tuple(q.shape[:4])}, got {tuple(v.shape[:4])}")
 
 
 def check_table(name: str, rel: Tensor, width: int) -> None:

@@ -44,13 +44,14 @@ def fit_table(rel: Tensor, length: int, reach: int | None) -> Tensor:
 class _ColumnAttention(torch.autograd.Function):
     """Y = S V with S = Q P, keeping Q, V and P for the backward pass but not S.
 
-    Memory order matters more than the equations show: a product over the batch of all x leaves S as (x, b, y, n, i),
-    which the next product reads as (b y n, x, i) through strides. S is never copied.
+    The pairs m of a line and a head, (batch, y, head), are independent. A product for each x leaves S as (x, m, i); the
+    next one, for each m, reads it as (m, x, i) through its strides, and so on: scores are never copied.
     """
 
     @staticmethod
     def forward(q: Tensor, v: Tensor, p: Tensor) -> Tensor:
-        return torch.einsum("bynxi,biynv->bxynv", _scores(q, p), v)
+        scores = torch.bmm(_by_pixel(q), p)  # x, m, i
+        return _to_map(torch.bmm(scores.transpose(0, 1), _by_line(v)), v)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -61,17 +62,29 @@ class _ColumnAttention(torch.autograd.Function):
         q, v, p = ctx.saved_tensors
         need_q, need_v, need_p = ctx.needs_input_grad
         dq = dv = dp = None
+        q_x, dy_m = _by_pixel(q), _by_line(dy)
         if need_v:
-            dv = torch.einsum("bynxi,bxynv->biynv", _scores(q, p), dy)
+            dv = _to_map(torch.bmm(torch.bmm(q_x, p).permute(1, 2, 0), dy_m), v)
         if need_q or need_p:
-            ds = torch.einsum("bxynv,biynv->bynxi", dy, v)
-            dq = torch.einsum("bynxi,xki->bxynk", ds, p) if need_q else None
-            dp = torch.einsum("bxynk,bynxi->xki", q, ds) if need_p else None
+            ds = torch.bmm(dy_m, _by_line(v).transpose(1, 2)).transpose(0, 1)  # x, m, i
+            if need_q:
+                dq = _to_map(torch.bmm(ds, p.transpose(1, 2)).transpose(0, 1), q)
+            if need_p:
+                dp = torch.bmm(q_x.transpose(1, 2), ds)
         return dq, dv, dp
 
 
-def _scores(q: Tensor, p: Tensor) -> Tensor:
-    return torch.einsum("bxynk,xki->bynxi", q, p)
+def _by_pixel(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).flatten(1, 3)  # x, m, channel
+
+
+def _by_line(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1, 4).flatten(0, 2)  # m, x, channel
+
+
+def _to_map(lines: Tensor, like: Tensor) -> Tensor:
+    batch, _, width, heads, _ = like.shape
+    return lines.unflatten(0, (batch, width, heads)).permute(0, 3, 1, 2, 4)  # batch, x, y, head, channel
 
 
 BACKEND = Backend("torch", content_attention, positional_attention)

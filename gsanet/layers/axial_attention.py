@@ -36,6 +36,8 @@ class AxialAttention(RelativeTables):
         dtype: As usual.
     """
 
+    label = "axial"
+
     def __init__(
         self,
         dim: int,
@@ -64,8 +66,8 @@ class AxialAttention(RelativeTables):
         for table in (self.rel_column, self.rel_row):
             assert table is not None
             nn.init.normal_(table)
-        if hasattr(self.norm, "reset_parameters"):
-            self.norm.reset_parameters()
+        if callable(reset := getattr(self.norm, "reset_parameters", None)):
+            reset()
 
     def forward(self, x: Tensor) -> Tensor:
         """From (batch, dim, height, width) to (batch, dim_out, height / stride, width / stride), channels-last."""

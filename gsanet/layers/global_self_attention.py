@@ -36,6 +36,8 @@ class GlobalSelfAttention(RelativeTables):
     The relative position embeddings are `rel_column`, (2 * height - 1, dim_key / num_heads), and `rel_row`.
     """
 
+    label = "GSA"
+
     def __init__(
         self,
         dim: int,
@@ -95,8 +97,8 @@ class GlobalSelfAttention(RelativeTables):
                 rows, width = table.shape
                 length = rows if self.feat_size is None else min(rows, self.feat_size[axis])
                 nn.init.normal_(table, std=math.sqrt(1 / (width * length)))
-        if self.norm is not None and hasattr(self.norm, "reset_parameters"):
-            self.norm.reset_parameters()
+        if callable(reset := getattr(self.norm, "reset_parameters", None)):
+            reset()
 
     def forward(self, x: Tensor) -> Tensor:
         """From (batch, dim, height, width) to (batch, dim_out, height / stride, width / stride), channels-last."""
@@ -117,11 +119,8 @@ class GlobalSelfAttention(RelativeTables):
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
-        parts = "+".join(
-            name
-            for name, on in (("content", self.content), ("column", self.rel_column is not None), ("row", self.rel_row is not None))
-            if on
-        )
+        components = {"content": self.content, "column": self.rel_column is not None, "row": self.rel_row is not None}
+        parts = "+".join(name for name, on in components.items() if on)
         return (
             f"{self.dim}, {self.dim_out}, num_heads={self.num_heads}, dim_key={self.dim_key}, stride={self.stride}, "
             f"{parts}, {super().extra_repr()}"

@@ -5,6 +5,7 @@ A smaller map uses the middle of the table, exactly. For a larger one the owner 
 """
 
 import warnings
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ class RelativeTables(nn.Module):
         dtype: As usual.
     """
 
+    label: ClassVar[str]  # what tables of networks call this module
     rel_column: nn.Parameter | None
     rel_row: nn.Parameter | None
 

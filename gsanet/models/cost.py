@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gsanet.functional import use_backend
+from gsanet.layers.relative import RelativeTables
 
 Size = tuple[int, int]
 
@@ -35,20 +37,19 @@ def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
-def count_flops(model: nn.Module, img_size: int | Size | None = None, in_chans: int | None = None) -> int:
+def count_flops(model: nn.Module, img_size: int | Size | None = None) -> int:
     """The operations of one image's forward pass.
 
     Args:
         model: A network that takes (batch, channels, height, width).
         img_size: Default: the one that the network was made for.
-        in_chans: Default: the network's own.
     """
-    return _run(model, img_size, in_chans)[0].get_total_flops()
+    return _run(model, img_size)[0].get_total_flops()
 
 
-def stage_costs(model: nn.Module, img_size: int | Size | None = None) -> list[StageCost]:
+def stage_costs(model: Any, img_size: int | Size | None = None) -> list[StageCost]:
     """Parameters and operations of the stem, each residual group and the head of a ByobNet."""
-    counter, shapes = _run(model, img_size, None)
+    counter, shapes = _run(model, img_size)
     by_module = counter.get_flop_counts()
     root = type(model).__name__
     parts = {"stem": model.stem, **{f"stages.{i}": s for i, s in enumerate(model.stages)}, "head": model.head}
@@ -68,17 +69,15 @@ def stage_costs(model: nn.Module, img_size: int | Size | None = None) -> list[St
 def _operation(part: nn.Module) -> str:
     """How a part mixes pixels: its attention modules, or its largest convolution."""
     for module in part.modules():
-        if hasattr(module, "rel_column"):
-            return type(module).__name__
+        if isinstance(module, RelativeTables):
+            return module.label
     kernels = [module.kernel_size[0] for module in part.modules() if isinstance(module, nn.Conv2d)]
-    return f"{max(kernels)}x{max(kernels)} convolution" if kernels else "global pooling, linear"
+    return f"{max(kernels)}x{max(kernels)} conv" if kernels else "linear"
 
 
-def _run(
-    model: nn.Module, img_size: int | Size | None, in_chans: int | None
-) -> tuple[FlopCounterMode, dict[str, tuple[int, ...]]]:
+def _run(model: Any, img_size: int | Size | None) -> tuple[FlopCounterMode, dict[str, tuple[int, ...]]]:
     height, width = _input_size(model, img_size)
-    channels = in_chans or getattr(model, "in_chans", 3)
+    channels: int = getattr(model, "in_chans", 3)
     model = copy.deepcopy(model).to("meta").eval()
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -98,5 +97,8 @@ def _run(
 
 def _input_size(model: nn.Module, img_size: int | Size | None) -> Size:
     if img_size is None:
-        img_size = getattr(model, "img_size", None) or getattr(model, "pretrained_cfg", {}).get("input_size", (224,))[-2:]
-    return (img_size, img_size) if isinstance(img_size, int) else (img_size[0], img_size[-1])
+        img_size = getattr(model, "img_size", None)
+    if img_size is None:
+        img_size = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))[-2:]
+    height, width = to_2tuple(img_size)
+    return height, width

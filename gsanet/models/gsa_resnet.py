@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import make_divisible, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.byobnet import ByobNet, ByoBlockCfg, ByoModelCfg
+from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 from torch import Tensor, nn
 
 from gsanet.layers import AxialAttention, GlobalSelfAttention
@@ -86,7 +86,7 @@ class ResNetSettings:
     def to_byo(self, img_size: int | Size, output_stride: int, attention_kwargs: dict[str, Any]) -> ByoModelCfg:
         """The network as timm's configuration."""
         sizes = self.map_sizes(img_size, output_stride)
-        stages = []
+        stages: list[tuple[ByoBlockCfg, ...]] = []
         for index, (depth, width) in enumerate(zip(self.depths, self.widths, strict=False)):
             inner = make_divisible(width * self.width, 8)
             block = ByoBlockCfg(
@@ -241,14 +241,15 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
     settings = NETWORKS[name][0]
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        num_features = replace(settings, **{k: kwargs[k] for k in ("depths", "stem", "groups") if k in kwargs}).num_features
+        chosen = {name: kwargs[name] for name in ("depths", "stem", "groups") if name in kwargs}
+        features = range(replace(settings, **chosen).num_features)
         return build_model_with_cfg(
             GSAResNet,
             name,
             pretrained,
             model_cfg=settings,
             pretrained_filter_fn=fit_state_dict,
-            feature_cfg={"flatten_sequential": True, "out_indices": tuple(range(num_features))},
+            feature_cfg={"flatten_sequential": True, "out_indices": tuple(features)},
             **kwargs,
         )
 

@@ -9,18 +9,20 @@ from functools import cached_property
 
 import torch
 
-from gsanet.train.data.batches import EvalLoader, Store, TrainLoader
+from gsanet.train.data.batches import EvalLoader, IndexedEvalLoader, IndexedTrainLoader, Store, TrainLoader
 from gsanet.train.data.damage import Damage, DamagedDataError
 from gsanet.train.data.loader import LoaderStore
 from gsanet.train.data.memory import open_in_memory
 from gsanet.train.data.settings import DataSettings, Plan
+from gsanet.train.data.shards import Shards
 from gsanet.train.data.sources import Source, open_splits
+from gsanet.train.data.stream import ShardEvalLoader, ShardTrainLoader
 
 __all__ = ["DamagedDataError", "Data", "DataSettings", "EvalLoader", "TrainLoader", "open_data"]
 
 
 class Data:
-    """A data set, opened; what a split needs to be read is made when the split is first used.
+    """A data set, opened; a split that is kept in memory is decoded when it is first used.
 
     Attributes:
         class_names: In the order of the labels.
@@ -31,17 +33,13 @@ class Data:
         splits = open_splits(path, train)
         self.class_names = splits.class_names
         self._splits, self._plan = splits, plan
-        fraction = plan.settings.max_bad_fraction
-        self._damage = [Damage("held-out", len(splits.val), fraction)]
-        counts = f"{len(splits.val):,} held-out images"
-        if splits.train is not None:
-            self._damage.append(Damage("training", len(splits.train), fraction))
-            counts = f"{len(splits.train):,} training and {counts}"
-            if len(splits.train) < plan.batch_size:
-                raise ValueError(
-                    f"{path} has {len(splits.train)} training images, fewer than one batch of {plan.batch_size}"
-                )
-        self.description = f"{splits.title}: {counts} of {self.num_classes} classes"
+        samples = len(splits.train) if splits.train is not None else 0
+        if train and samples < plan.batch_size:
+            raise ValueError(f"{path} has {samples} training images, fewer than one batch of {plan.batch_size}")
+        self._train_damage = Damage("training", samples, plan.settings.max_bad_fraction)
+        self._val_damage = Damage("held-out", len(splits.val), plan.settings.max_bad_fraction)
+        counts = f"{samples:,} training and " if train else ""
+        self.description = f"{splits.title}: {counts}{len(splits.val):,} held-out images of {self.num_classes} classes"
 
     @property
     def num_classes(self) -> int:
@@ -51,18 +49,24 @@ class Data:
     @cached_property
     def train(self) -> TrainLoader:
         """The training split."""
-        if self._splits.train is None:
+        source, plan, damage = self._splits.train, self._plan, self._train_damage
+        if source is None:
             raise ValueError("only the held-out split was opened")
-        return TrainLoader(_open_store(self._splits.train, self._plan, self._damage[1], train=True), self._plan)
+        if isinstance(source, Shards):
+            return ShardTrainLoader(source, plan, damage)
+        return IndexedTrainLoader(_open_store(source, plan, damage, train=True), plan)
 
     @cached_property
     def val(self) -> EvalLoader:
         """The held-out split."""
-        return EvalLoader(_open_store(self._splits.val, self._plan, self._damage[0], train=False), self._plan)
+        source, plan, damage = self._splits.val, self._plan, self._val_damage
+        if isinstance(source, Shards):
+            return ShardEvalLoader(source, plan, damage)
+        return IndexedEvalLoader(_open_store(source, plan, damage, train=False), plan)
 
     def bad_files(self) -> list[str]:
         """The images that this process could not decode."""
-        return [name for damage in self._damage for name in damage.names]
+        return [*self._train_damage.names, *self._val_damage.names]
 
 
 def open_data(
@@ -81,7 +85,8 @@ def open_data(
     Args:
         path: A folder with the folders `train` and `val` (or `validation`, or `test`), each with a folder of images for
             each class; or `digits` (scikit-learn's); `cifar10:FOLDER` or `cifar100:FOLDER` (torchvision's files);
-            `timm:NAME` or `timm:NAME:FOLDER` (of timm's `create_dataset`).
+            `timm:NAME` or `timm:NAME:FOLDER` (of timm's `create_dataset`); `wds:TRAIN|VAL` (patterns of tar shards, see
+            `gsanet.train.data.shards`).
         settings: The recipe's.
         batch_size: Images of one micro-step over all processes; each gets a contiguous share.
         seed: Of the order and the augmentation.

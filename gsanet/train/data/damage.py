@@ -1,20 +1,18 @@
 """Images that do not decode: counted, named, skipped; and past a stated share, the end of the run."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from PIL import Image
-
-from gsanet.train.data.sources import Source
 
 
 class DamagedDataError(OSError):
     """More images than allowed do not decode."""
 
 
-def decode(source: Source, index: int) -> tuple[Image.Image, int] | None:
-    """An RGB image and its label; None if it is damaged."""
+def decode(open_sample: Callable[[], tuple[Image.Image, int]]) -> tuple[Image.Image, int] | None:
+    """An RGB image and its label; None if the sample is damaged."""
     try:
-        image, label = source.open(index)
+        image, label = open_sample()
         with image:
             return image.convert("RGB"), label
     except Exception:  # what a damaged file makes PIL raise has no common class

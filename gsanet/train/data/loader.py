@@ -2,6 +2,8 @@
 
 import signal
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,47 +17,7 @@ from gsanet.train.data.settings import Plan
 from gsanet.train.data.sources import Source
 
 Batch = tuple[Tensor, Tensor]
-
-
-class WorkerBatches(Dataset):
-    """The batches of one pass over a split, each made whole by one worker."""
-
-    def __init__(self, source: Source, plan: Plan, requests: Sequence[Ints], epoch: int | None) -> None:
-        self.source, self.plan, self.requests, self.epoch = source, plan, requests, epoch
-
-    def __len__(self) -> int:
-        return len(self.requests)
-
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, list[str]]:
-        """Images uint8, labels, and the names of damaged samples."""
-        images: list[Tensor] = []
-        labels: list[int] = []
-        damaged: list[str] = []
-        for sample in self.requests[number].tolist():
-            for candidate in self._candidates(sample):
-                decoded = decode(self.source, candidate)
-                if decoded is not None:
-                    images.append(self._render(decoded[0], sample))
-                    labels.append(decoded[1])
-                    break
-                damaged.append(self.source.name(candidate))
-        shape = (0, 3, *self.plan.settings.img_size)
-        stacked = torch.stack(images) if images else torch.empty(shape, dtype=torch.uint8)
-        return stacked, torch.tensor(labels, dtype=torch.int64), damaged
-
-    def _candidates(self, sample: int) -> Iterator[int]:
-        """Training takes the next sample in place of a damaged one; evaluation goes without it."""
-        tries = 1 if self.epoch is None else 1 + allowed(len(self.source), self.plan.settings.max_bad_fraction)
-        return ((sample + step) % len(self.source) for step in range(tries))
-
-    def _render(self, image: Image.Image, sample: int) -> Tensor:
-        settings = self.plan.settings
-        size = np.array([[image.height, image.width]])
-        if self.epoch is None:
-            views = evaluation_views(settings, size)
-        else:
-            views = training_views(settings, size, np.array([sample]), self.plan.seed, self.epoch)
-        return render(image, views, 0, settings.img_size)
+WorkerBatch = tuple[Tensor, Tensor, list[str]]  # images uint8, labels, names of damaged samples
 
 
 class LoaderStore:
@@ -75,19 +37,68 @@ class LoaderStore:
                 yield self.normalise(images), labels.to(self.plan.device, non_blocking=True)
 
 
-def iterate(dataset: Dataset, plan: Plan, workers: int) -> Iterator:
-    """A DataLoader over ready-made batches."""
-    return iter(
-        DataLoader(
-            dataset,
-            batch_size=None,
-            num_workers=workers,
-            pin_memory=plan.device.type == "cuda",
-            worker_init_fn=_start_worker if workers else None,
-            # Its own, so that a pass over the data leaves the global generator, and with it dropout, untouched.
-            generator=torch.Generator(),
-        )
+class WorkerBatches(Dataset[WorkerBatch]):
+    """The batches of one pass over a split, each made whole by one worker."""
+
+    def __init__(self, source: Source, plan: Plan, requests: Sequence[Ints], epoch: int | None) -> None:
+        self.source, self.plan, self.requests, self.epoch = source, plan, requests, epoch
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __getitem__(self, number: int) -> WorkerBatch:
+        """One batch."""
+        views: list[Tensor] = []
+        labels: list[int] = []
+        damaged: list[str] = []
+        for sample in self.requests[number].tolist():
+            for candidate in self._candidates(sample):
+                decoded = decode(partial(self.source.open, candidate))
+                if decoded is not None:
+                    image, label = decoded
+                    views.append(view(self.plan, image, sample, self.epoch))
+                    labels.append(label)
+                    break
+                damaged.append(self.source.name(candidate))
+        return collate(self.plan, views, labels, damaged)
+
+    def _candidates(self, sample: int) -> Iterator[int]:
+        """Training takes the next sample in place of a damaged one; evaluation goes without it."""
+        tries = 1 if self.epoch is None else 1 + allowed(len(self.source), self.plan.settings.max_bad_fraction)
+        return ((sample + step) % len(self.source) for step in range(tries))
+
+
+def view(plan: Plan, image: Image.Image, sample: int, epoch: int | None) -> Tensor:
+    """What the network sees of one image in an epoch, or in evaluation."""
+    size = np.array([[image.height, image.width]])
+    if epoch is None:
+        views = evaluation_views(plan.settings, size)
+    else:
+        views = training_views(plan.settings, size, np.array([sample]), plan.seed, epoch)
+    return render(image, views, 0, plan.settings.img_size)
+
+
+def collate(plan: Plan, views: list[Tensor], labels: list[int], damaged: list[str]) -> WorkerBatch:
+    """One batch of what a worker has made, which may be nothing."""
+    empty = torch.empty(0, 3, *plan.settings.img_size, dtype=torch.uint8)
+    return torch.stack(views) if views else empty, torch.tensor(labels, dtype=torch.int64), damaged
+
+
+def iterate(dataset: Dataset[Any], plan: Plan, workers: int) -> Iterator[Any]:
+    """A DataLoader over batches that the data set has made whole."""
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=plan.device.type == "cuda",
+        worker_init_fn=_start_worker if workers else None,
+        # Its own, so that a pass over the data leaves the global generator, and with it dropout, untouched.
+        generator=torch.Generator(),
     )
+    for batch in loader:
+        if isinstance(batch, OSError):  # handed over by a worker, whose traceback would bury it
+            raise batch
+        yield batch
 
 
 def _start_worker(number: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -102,7 +103,7 @@ class Chunks(Dataset):
         labels = torch.zeros(len(samples), dtype=torch.int64)
         damaged = []
         for row, sample in enumerate(samples):
-            decoded = decode(self.source, sample)
+            decoded = decode(partial(self.source.open, sample))
             if decoded is None:
                 damaged.append(sample)
                 continue

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
+from gsanet.train.data.shards import Shards, open_shards
+
 VALIDATION_NAMES = ("val", "validation", "test")
 
 
@@ -29,8 +31,8 @@ class Source(Protocol):
 class Splits:
     """Both splits of a data set; `train` is None where only the other was asked for."""
 
-    train: Source | None
-    val: Source
+    train: Source | Shards | None
+    val: Source | Shards
     class_names: list[str]
     title: str
 
@@ -158,7 +160,7 @@ def open_timm(name: str, path: str, train: bool) -> Splits:
     classes = getattr(val.dataset, "classes", None) or getattr(val.reader, "class_to_idx", None)
     if not classes:
         raise ValueError(f"timm does not say which classes {name!r} has")
-    names = sorted(classes, key=classes.get) if isinstance(classes, dict) else list(classes)
+    names = sorted(classes, key=classes.__getitem__) if isinstance(classes, dict) else list(classes)
     return Splits(training, val, [str(each) for each in names], f"timm:{name}")
 
 
@@ -180,11 +182,21 @@ def open_digits(train: bool) -> Splits:
     return Splits(source, part("held-out digit", held_out), [str(name) for name in scans.target_names], "digits")
 
 
+def open_wds(patterns: str, train: bool) -> Splits:
+    """`TRAIN|VAL`, two patterns of tar shards; `VAL` alone will do where only that is asked for."""
+    training, bar, validation = patterns.rpartition("|")
+    if train and not bar:
+        raise ValueError(f"tar shards need two patterns, as wds:TRAIN|VAL, got {patterns!r}")
+    val = open_shards(validation)
+    source = open_shards(training) if train else None
+    return Splits(source, val, (source or val).class_names, validation if source is None else training)
+
+
 FORMS = "digits, cifar10:FOLDER, cifar100:FOLDER, timm:NAME:FOLDER, wds:TRAIN|VAL"
 
 
 def open_splits(path: str, train: bool = True) -> Splits:
-    """Open any source but tar shards; nothing is decoded yet."""
+    """Open a data set by its path (see `gsanet.train.data.open_data`); nothing is decoded yet."""
     form, colon, rest = path.partition(":")
     if path == "digits":
         return open_digits(train)
@@ -193,6 +205,8 @@ def open_splits(path: str, train: bool = True) -> Splits:
     if form == "timm" and colon:
         name, _, root = rest.partition(":")
         return open_timm(name, root, train)
+    if form == "wds" and colon:
+        return open_wds(rest, train)
     return open_folder(path, train)
 
 

@@ -1,0 +1,89 @@
+"""Choosing a backend, and refusing bad input with one clear sentence."""
+
+import pytest
+import torch
+from helpers import maps, table
+
+from gsanet.functional import (
+    content_attention,
+    explain_backend,
+    global_self_attention,
+    positional_attention,
+    use_backend,
+)
+from gsanet.functional.backends import BACKENDS, Backend
+
+
+def test_default_and_preference():
+    q, k, v = maps((1, 3, 3, 1), 2, 2)
+    assert explain_backend("content_attention", q, k, v).startswith("torch")
+    with use_backend("reference"):
+        assert explain_backend("content_attention", q, k, v) == "reference: asked for by use_backend"
+        with use_backend("torch"):
+            assert explain_backend("content_attention", q, k, v).startswith("torch")
+        assert explain_backend("content_attention", q, k, v).startswith("reference")
+    assert explain_backend("content_attention", q, k, v).startswith("torch")
+
+
+def test_preference_ends_with_an_error():
+    with pytest.raises(KeyError), use_backend("reference"):
+        raise KeyError
+    assert explain_backend("content_attention", *maps((1, 2, 2, 1), 1, 1)).startswith("torch")
+
+
+def test_what_a_backend_refuses_goes_to_the_next(monkeypatch):
+    calls = []
+
+    def only_float32(operation, *tensors):
+        return None if tensors[0].dtype == torch.float32 else f"{tensors[0].dtype} is not supported"
+
+    def content(q, k, v):
+        calls.append("picky")
+        return v
+
+    picky = Backend("picky", content, BACKENDS["torch"].positional_attention, only_float32)
+    before = dict(BACKENDS)
+    monkeypatch.setattr("gsanet.functional.backends.BACKENDS", {"picky": picky, **before})
+    q, k, v = maps((1, 3, 3, 1), 2, 2)
+    single = [tensor.float() for tensor in (q, k, v)]
+    content_attention(q, k, v)
+    assert not calls
+    content_attention(*single)
+    assert calls == ["picky"]
+    assert explain_backend("content_attention", q, k, v) == "torch: picky refuses: torch.float64 is not supported"
+    assert explain_backend("content_attention", *single).startswith("picky: the first choice")
+    with use_backend("picky"):
+        assert "picky refuses" in explain_backend("content_attention", q, k, v)
+
+
+def test_unknown_backend():
+    with pytest.raises(ValueError, match=r"unknown backend 'cudnn'.*'torch', 'reference'"), use_backend("cudnn"):
+        pass
+
+
+Q, K, V = maps((1, 4, 3, 2), 2, 5)
+REL = table(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: content_attention(Q[0], K, V), ValueError, "q must have the five dimensions"),
+        (lambda: content_attention(Q, K[..., :1], V), ValueError, "k must have q's shape"),
+        (lambda: content_attention(Q, K, V[:, :2]), ValueError, "v must agree with q"),
+        (lambda: content_attention(Q, K, V.float()), TypeError, "same dtype.*v torch.float32"),
+        (lambda: content_attention(Q.long(), K, V), TypeError, "q must hold floating-point"),
+        (lambda: content_attention(Q, [1], V), TypeError, "k must be a tensor, got list"),
+        (lambda: positional_attention(Q, V, REL, "diagonal"), ValueError, "'column' or 'row', got 'diagonal'"),
+        (lambda: positional_attention(Q, V, REL, "row", reach=-1), ValueError, "reach must be 0 or more.*got -1"),
+        (lambda: positional_attention(Q, V, REL, "row", reach=1.5), TypeError, "whole number of pixels.*1.5"),
+        (lambda: positional_attention(Q, V, REL[1:], "row"), ValueError, r"odd number of rows.*got \(6, 2\)"),
+        (lambda: positional_attention(Q, V, REL[:, :1], "row"), ValueError, r"shape \(2 \* length - 1, 2\)"),
+        (lambda: positional_attention(Q, V, 3, "row"), TypeError, "rel must be a tensor, got int"),
+        (lambda: global_self_attention(Q, None, V, None, None), ValueError, "at least one"),
+    ],
+)
+def test_bad_input(call, error, words):
+    with pytest.raises(error, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)

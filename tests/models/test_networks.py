@@ -1,0 +1,337 @@
+"""Every network: what timm promises of a model, and what the paper says of this one."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+import gsanet
+from gsanet.functional import use_backend
+from gsanet.layers import AxialAttention
+from gsanet.models import fit_state_dict
+from gsanet.models.gsa_resnet import NETWORKS, ResNetSettings
+
+NAMES = list(NETWORKS)
+SMALL = {"num_classes": 10, "img_size": 64}
+
+# Counted with torch.utils.flop_counter when the networks were first made; the paper's figures are in tests/paper.
+COUNTS = {
+    "gsa_resnet26": (10_352_600, 4.619),
+    "gsa_resnet38": (14_202_728, 5.895),
+    "gsa_resnet50": (18_052_856, 7.170),
+    "gsa_resnet101": (30_398_392, 12.179),
+    "gsa_m_resnet50": (12_825_906, 6.052),
+    "axial_resnet50": (18_052_856, 7.312),
+    "conv_resnet26": (13_696_552, 4.685),
+    "conv_resnet38": (19_626_792, 6.431),
+    "conv_resnet50": (25_557_032, 8.178),
+    "conv_resnet101": (44_549_160, 15.603),
+}
+
+
+def create(name, **kwargs):
+    return timm.create_model(name, **{**SMALL, **kwargs})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_backward_and_every_gradient(name):
+    # The last norm of a block starts at zero and hides the block from the gradient: not here.
+    model = create(name, zero_init_last=False).train()
+    out = model(torch.randn(2, 3, 64, 64))
+    assert out.shape == (2, 10)
+    torch.nn.functional.cross_entropy(out, torch.tensor([1, 7])).backward()
+    without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert not without
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_inputs_and_heads(name):
+    model = create(name, img_size=(160, 96), in_chans=1).eval()
+    x = torch.randn(1, 1, 160, 96)
+    with torch.no_grad():
+        assert model(x).shape == (1, 10)
+        model.reset_classifier(5)
+        assert model(x).shape == (1, 5)
+        assert model.num_classes == 5
+        model.reset_classifier(0)
+        assert model(x).shape == (1, model.num_features)
+        assert model(x[..., :64, :96]).shape == (1, model.num_features)  # smaller than it was made for
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_features(name):
+    features = create(name, features_only=True, img_size=(64, 96)).eval()
+    x = torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        maps = features(x)
+    channels, reductions = features.feature_info.channels(), features.feature_info.reduction()
+    tiny = "tiny" in name
+    assert reductions == ([1, 2, 4] if tiny else [2, 4, 8, 16, 32])
+    for feature, channel, reduction in zip(maps, channels, reductions, strict=True):
+        assert feature.shape == (1, channel, 64 // reduction, 96 // reduction)
+
+    model = create(name, img_size=(64, 96)).eval()
+    with torch.no_grad():
+        final, intermediates = model.forward_intermediates(x)
+        assert_close(final, model.forward_features(x))
+    assert [tuple(i.shape) for i in intermediates] == [tuple(m.shape) for m in maps]
+    assert_close(intermediates[-1], final)
+
+
+@pytest.mark.parametrize("name", ["gsa_resnet26", "gsa_resnet26_tiny", "axial_resnet50", "conv_resnet26"])
+def test_gradient_checkpointing_changes_nothing(name):
+    options = {"depths": (1, 2, 1)} if name == "axial_resnet50" else {}
+    model = create(name, zero_init_last=False, img_size=32, **options).train()
+    x = torch.randn(2, 3, 32, 32)
+    grads = []
+    for enable in (False, True):
+        twin = copy.deepcopy(model)
+        twin.set_grad_checkpointing(enable)
+        twin(x).square().sum().backward()
+        grads.append([p.grad for p in twin.parameters()])
+    for plain, checkpointed in zip(*grads, strict=True):
+        assert_close(checkpointed, plain)
+
+
+def test_drop_path():
+    model = create("gsa_resnet26", drop_path_rate=0.5, zero_init_last=False)
+    rates = [m.drop_prob for m in model.modules() if type(m).__name__ == "DropPath"]
+    assert max(rates) == pytest.approx(0.5)
+    model.train()
+    x = torch.randn(2, 3, 64, 64)
+    assert not torch.equal(model(x), model(x))
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts(name):
+    model = gsanet.create_model(name)
+    params, flops = COUNTS[name]
+    assert gsanet.count_parameters(model) == params
+    assert gsanet.count_flops(model) / 1e9 == pytest.approx(flops, abs=5e-4)
+
+
+def test_tiny_is_compact_and_keeps_the_map_large():
+    model = gsanet.create_model("gsa_resnet26_tiny")
+    assert gsanet.count_parameters(model) <= 3_000_000
+    assert model.num_classes == 100
+    assert model.settings.map_sizes(32)[0] == (32, 32)
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 100)
+
+
+def test_flops_do_not_depend_on_the_backend():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = create("gsa_resnet26").eval()
+    counts = {gsanet.count_flops(model)}
+    for backend in ("reference", "torch"):
+        with use_backend(backend):
+            counts.add(gsanet.count_flops(model))
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:  # as a user would count
+                model(torch.randn(1, 3, 64, 64))
+            counts.add(counter.get_total_flops())
+    assert len(counts) == 1
+
+
+def test_flops_follow_the_size():
+    model = gsanet.create_model("conv_resnet26")
+    assert gsanet.count_flops(model) == gsanet.count_flops(model, 224)
+    assert gsanet.count_flops(model, (112, 224)) < gsanet.count_flops(model)
+
+
+def test_twin_is_torchvisions_resnet():
+    """The convolutional twin computes exactly what torchvision's ResNet-50 computes."""
+    import torchvision
+
+    ours, theirs = gsanet.create_model("conv_resnet50").eval(), torchvision.models.resnet50().eval()
+    weights = [v for k, v in theirs.state_dict().items() if "downsample" not in k]
+    shortcuts = [v for k, v in theirs.state_dict().items() if "downsample" in k]
+    state = ours.state_dict()
+    for key in state:
+        state[key] = (shortcuts if ".shortcut." in key else weights).pop(0)
+    ours.load_state_dict(state)
+    assert not weights
+    assert not shortcuts
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [(), (4,), (3, 4), (2, 3, 4), (1, 2, 3, 4)])
+def test_groups_of_table_5(groups):
+    model = create("gsa_resnet26", groups=groups)
+    for number, stage in enumerate(model.stages, start=1):
+        attends = any(isinstance(m, gsanet.GlobalSelfAttention) for m in stage.modules())
+        kernels = {m.kernel_size for m in stage.modules() if isinstance(m, torch.nn.Conv2d)}
+        assert attends == (number in groups)
+        assert ((3, 3) in kernels) == (number not in groups)
+    assert model(torch.randn(2, 3, 64, 64)).shape == (2, 10)
+
+
+def test_components_and_reach_reach_the_modules():
+    model = create("gsa_resnet26", content=False, row=False, reach=2, num_heads=4)
+    modules = [m for m in model.modules() if isinstance(m, gsanet.GlobalSelfAttention)]
+    assert len(modules) == 8
+    assert all(not m.content and m.rel_row is None and m.reach == 2 and m.num_heads == 4 for m in modules)
+
+
+def test_pooling_follows_the_first_module_of_later_groups():
+    model = create("gsa_resnet38", img_size=224)
+    for number, stage in enumerate(model.stages):
+        attention = [block.self_attn for block in stage]
+        assert [m.stride for m in attention] == [2 if number else 1] + [1] * (len(attention) - 1)
+        large = 56 // 2 ** max(number - 1, 0)
+        assert attention[0].feat_size == (large, large)
+        assert attention[-1].feat_size == (56 // 2**number, 56 // 2**number)
+
+
+def test_axial_network_has_no_3x3_convolutions():
+    model = create("axial_resnet50", depths=(1, 1, 1, 1))
+    assert sum(isinstance(m, AxialAttention) for m in model.modules()) == 4
+    positional = create("axial_resnet50", depths=(1, 1, 1, 1), content=False)
+    assert not any(isinstance(m, AxialAttention) for m in positional.modules())
+    assert all(not m.content for m in positional.modules() if isinstance(m, gsanet.GlobalSelfAttention))
+
+
+@pytest.mark.parametrize(("stem", "first"), [("7x7/2+maxpool", 4), ("7x7/2", 2), ("3x3/1", 1)])
+def test_stems(stem, first):
+    model = create("gsa_resnet26", stem=stem, img_size=32).eval()
+    x = torch.randn(1, 3, 32, 32)
+    assert model.stem(x).shape == (1, 64, 32 // first, 32 // first)
+    features = create("gsa_resnet26", stem=stem, img_size=32, features_only=True).eval()
+    for feature, reduction in zip(features(x), features.feature_info.reduction(), strict=True):
+        assert feature.shape[-1] == 32 // reduction
+
+
+@pytest.mark.parametrize("stem", ["7x7/2+maxpool", "7x7/2", "3x3/1"])
+@pytest.mark.parametrize("size", [(50, 37), (33, 64)])
+def test_odd_sizes_have_exact_tables(stem, size):
+    model = create("gsa_resnet26", stem=stem, img_size=size, depths=(1, 2, 1, 1)).eval()
+    with torch.no_grad():
+        for stage, wanted in zip(model.stages, model.settings.map_sizes(size), strict=False):
+            assert stage[0].self_attn.feat_size == wanted
+        assert model(torch.randn(1, 3, *size)).shape == (1, 10)
+        with pytest.raises(ValueError, match="larger than"):
+            model(torch.randn(1, 3, size[0] + 32, size[1]))
+
+
+@pytest.mark.parametrize("stride", [8, 16])
+@pytest.mark.parametrize("stem", ["7x7/2+maxpool", "3x3/1"])
+def test_output_stride(stride, stem):
+    stride = stride if stem != "3x3/1" else stride // 4
+    model = create("gsa_resnet26", output_stride=stride, stem=stem).eval()
+    assert model.forward_features(torch.randn(1, 3, 64, 64)).shape[-1] == 64 // stride
+
+
+def test_depth_and_width():
+    half = create("gsa_resnet50", width=0.5, depths=(1, 1, 2, 1))
+    assert [len(stage) for stage in half.stages] == [1, 1, 2, 1]
+    assert [stage[0].self_attn.dim for stage in half.stages] == [32, 64, 128, 256]
+    three = create("gsa_resnet50", depths=(1, 1, 1), widths=(16, 32, 64), expansion=2, num_heads=4)
+    assert three.num_features == 128
+
+
+def test_another_input_size_after_creation():
+    model = create("gsa_resnet26", depths=(1, 2, 1, 1)).eval()
+    x = torch.randn(1, 3, 96, 80)
+    with pytest.raises(ValueError, match="set_input_size"):
+        model(x)
+    fresh = create("gsa_resnet26", depths=(1, 2, 1, 1), img_size=(96, 80)).eval()
+    fresh.load_state_dict(fit_state_dict(model.state_dict(), fresh))
+    model.set_input_size((96, 80))
+    assert model.img_size == (96, 80)
+    with torch.no_grad():
+        assert_close(fresh(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:a map of")
+def test_keep_reach_accepts_larger_images():
+    model = create("gsa_resnet26", depths=(1, 1, 1, 1), keep_reach=True).eval()
+    with torch.no_grad():
+        assert model(torch.randn(1, 3, 128, 96)).shape == (1, 10)
+
+
+def test_round_trips(tmp_path):
+    model = create("gsa_resnet26", groups=(3, 4)).eval()
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        expected = model(x)
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+        fresh = create("gsa_resnet26", groups=(3, 4)).eval()
+        fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), fresh):
+            assert torch.equal(twin(x), expected)
+        again = create("gsa_resnet26", groups=(3, 4), checkpoint_path=str(tmp_path / "model.safetensors")).eval()
+        assert torch.equal(again(x), expected)
+
+
+def test_compile_and_export_a_network():
+    torch._dynamo.reset()
+    model = create("gsa_resnet26", depths=(1, 1, 1, 1), img_size=32).eval()
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert_close(compiled(x), model(x))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            compiled(x)
+        program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        larger = torch.randn(3, 3, 32, 32)
+        assert_close(program.module()(larger), model(larger))
+
+
+def test_one_step_learns():
+    """A few steps on one batch bring its loss down: the whole network is connected."""
+    torch.manual_seed(1)
+    model = create("gsa_resnet26_tiny", img_size=16, depths=(1, 1, 1)).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    x, y = torch.randn(16, 3, 16, 16), torch.arange(16) % 10
+    losses = []
+    for _ in range(15):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: gsanet.create_model("gsa_resnet5"), "unknown model 'gsa_resnet5': did you mean 'gsa_resnet50'"),
+        (lambda: gsanet.create_model("gsaresnet38"), "did you mean 'gsa_resnet38'"),
+        (lambda: gsanet.create_model("zzz"), "unknown model 'zzz': one of axial_resnet50"),
+        (lambda: gsanet.create_model("gsa_resnet50", stem="5x5"), "stem must be one of .* got '5x5'"),
+        (lambda: gsanet.create_model("gsa_resnet50", groups=(0, 5)), r"groups must be among 1 to 4, got \(0, 5\)"),
+        (lambda: gsanet.create_model("gsa_resnet50", depths=()), r"depths must be .* got \(\)"),
+        (lambda: gsanet.create_model("gsa_resnet50", width=0), "width must be a positive factor, got 0"),
+        (lambda: ResNetSettings(widths=(60,), depths=(1,)), r"multiples of 8, got \(60,\)"),
+        (lambda: gsanet.create_model("gsa_resnet50", num_heads=3), "divisible by the number of heads, got 64 for 3"),
+        (
+            lambda: gsanet.create_model("gsa_resnet50", content=False, column=False, row=False),
+            "all False: a GSA module needs",
+        ),
+    ],
+)
+def test_bad_input(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_listing():
+    assert set(gsanet.list_models()) == set(NAMES)
+    assert gsanet.list_models("gsa_m*") == ["gsa_m_resnet50"]
+    assert set(NAMES) <= set(timm.list_models())
+    assert gsanet.list_models(pretrained=True) == []
+
+
+def test_names_do_not_shadow_timms():
+    """Registering printed no warning of a name that timm had already."""
+    import subprocess
+    import sys
+
+    code = "import warnings; warnings.simplefilter('error'); import gsanet"
+    assert subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=False).returncode == 0

@@ -1,0 +1,60 @@
+"""The command as a user meets it: in a process of its own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def gsanet(*arguments, code=0):
+    done = subprocess.run([sys.executable, "-m", "gsanet", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_help_and_version():
+    from gsanet import __version__
+
+    for command in ([], ["models"], ["info"], ["paper"], ["paper", "structure"]):
+        assert "Usage" in gsanet(*command, "--help")
+    assert gsanet("--version").strip() == __version__
+
+
+def test_models():
+    out = gsanet("models", "gsa_resnet38")
+    assert "gsa_resnet38" in out
+    assert "14.20" in out
+    assert json.loads(gsanet("models", "gsa_m*", "--json"))[0]["params"] == 12_825_906
+
+
+def test_info():
+    out = gsanet("info", "gsa_resnet50")
+    assert "18.053" in out
+    assert "7.170" in out
+    report = json.loads(gsanet("info", "gsa_resnet50", "--img-size", "160x96", "--num-classes", "10", "--json"))
+    assert [stage["shape"] for stage in report["stages"]][1] == [256, 40, 24]
+    assert report["params"] == sum(stage["params"] for stage in report["stages"])
+
+
+def test_paper_structure():
+    out = gsanet("paper", "structure")
+    assert "8 of 9 match" in out
+    assert "No reading" in out
+    rows = json.loads(gsanet("paper", "structure", "--json"))
+    assert sum(row["match"] for row in rows) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["info", "gsa_resnet5"], "unknown model 'gsa_resnet5': did you mean 'gsa_resnet50'?"),
+        (["info", "gsa_resnet50", "--img-size", "big"], "image size must be like 224 or 160x96, got 'big'"),
+        (["info", "vit_tiny_patch16_224"], "is not a network of this package"),
+        (["models", "nothing*"], "no network matches 'nothing*'"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, words):
+    error = gsanet(*arguments, code=2)
+    assert words in error
+    assert len(error.strip().splitlines()) == 1
