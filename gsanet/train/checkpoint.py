@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 from torch import Tensor
 
@@ -100,15 +101,17 @@ def read(path: Path) -> Checkpoint:
         raise CheckpointError(f"checkpoint file {path / MANIFEST} is damaged: it is not whole JSON") from None
     tensors = {}
     for name, expected in files.items():
-        file = path / name
+        file = path / Path(name).name  # whatever the manifest says, a file of this directory
         content = file.read_bytes() if file.exists() else b""
         if len(content) != expected["bytes"]:
-            raise CheckpointError(
-                f"checkpoint file {file} is damaged: it has {len(content)} bytes instead of {expected['bytes']}"
-            )
+            reason = f"it has {len(content)} bytes instead of {expected['bytes']}"
+            raise CheckpointError(f"checkpoint file {file} is damaged: {reason}")
         if hashlib.sha256(content).hexdigest() != expected["sha256"]:
             raise CheckpointError(f"checkpoint file {file} is damaged: its SHA-256 is not the one it was written with")
-        tensors[Path(name).stem] = safetensors.torch.load(content)
+        try:
+            tensors[file.stem] = safetensors.torch.load(content)
+        except safetensors.SafetensorError:
+            raise CheckpointError(f"checkpoint file {file} is damaged: it is not safetensors") from None
     return Checkpoint(tensors, state, path)
 
 

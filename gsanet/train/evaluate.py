@@ -24,8 +24,7 @@ class Evaluation:
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, loader: EvalLoader, accelerator: Accelerator, precision: str = "bf16") -> Evaluation:
-    """Evaluate on all samples of a loader, over all processes."""
-    was_training = model.training
+    """Evaluate on all samples of a loader, over all processes; leaves the model in evaluation mode."""
     model.eval()
     device = accelerator.device
     totals = torch.zeros(4, device=device)  # top-1, top-5, loss, images
@@ -39,7 +38,6 @@ def evaluate(model: nn.Module, loader: EvalLoader, accelerator: Accelerator, pre
         totals += torch.stack([ranked[:, 0].sum(), ranked.sum(), loss, torch.tensor(len(labels), device=device)])
     top1, top5, loss, count = accelerator.reduce(totals, "sum").tolist()
     seconds = time.perf_counter() - start
-    model.train(was_training)
     if not count:
         raise ValueError("there are no images to evaluate on")
     return Evaluation(100 * top1 / count, 100 * top5 / count, loss / count, int(count), count / seconds)
