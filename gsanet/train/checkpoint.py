@@ -90,6 +90,11 @@ def load(path: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, []
 
 
+def exists(path: Path) -> bool:
+    """Whether there is a checkpoint at `path`, damaged or not."""
+    return any((candidate / MANIFEST).exists() for candidate in (path, _previous(path)))
+
+
 def read(path: Path) -> Checkpoint:
     """Read one checkpoint directory and compare it with its checksums."""
     try:

@@ -18,18 +18,19 @@ TABLES = (".rel_column", ".rel_row")
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """The weights of a safetensors file, of a checkpoint directory, or the best ones of a run directory."""
     path = Path(path)
-    if not path.exists():
+    if path.is_file():
+        try:
+            return safetensors.torch.load_file(path)
+        except safetensors.SafetensorError:
+            raise ValueError(f"{path} is not a safetensors file, the only kind of weights that is read") from None
+    folder = next((place for place in (path, path / "best", path / "last") if checkpoint.exists(place)), None)
+    if folder is None:
         raise FileNotFoundError(f"there are no weights at {path}")
-    if path.is_dir():
-        found = None if (path / checkpoint.MANIFEST).exists() else checkpoint.load(path / "best")[0]
-        found = found or checkpoint.load(path / "last" if (path / "last").exists() else path)[0]
-        if found is None:
-            raise FileNotFoundError(f"{path} holds no checkpoint")
-        return found.tensors.get("ema", found.tensors["model"])
-    try:
-        return safetensors.torch.load_file(path)
-    except safetensors.SafetensorError:
-        raise ValueError(f"{path} is not a safetensors file, the only kind of weights that is read") from None
+    found, damage = checkpoint.load(folder)
+    assert found is not None  # as it exists
+    if damage:
+        raise checkpoint.CheckpointError(f"{damage[0]}; the one before it is whole: {found.path}")
+    return found.tensors.get("ema", found.tensors["model"])
 
 
 def load_weights(model: nn.Module, path: str | Path) -> str:

@@ -30,14 +30,8 @@ def assert_same_weights(one, other):
 def plain_network():
     """Convolutions without batch normalisation."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 3, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(512, 10),
-    )
+    first, second = (nn.Conv2d(channels, 8, 3, padding=1) for channels in (3, 8))
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
 
 
 def take_steps(recipe, network, images, labels, parts, steps=1):
@@ -205,7 +199,7 @@ def test_a_disk_that_fills_up_on_the_way(tiny_recipe, tmp_path, monkeypatch):
 
     recipe = tiny_recipe(steps=10, checkpoint_steps=2)
     monkeypatch.setattr(checkpoint, "write_durably", fail_after_step_4)
-    with pytest.raises(checkpoint.CheckpointError, match="No space left on device; .*last is unharmed"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"No space left on device; .*last is unharmed"):
         train(recipe, run)
     assert checkpoint.load(run / "last")[0].state["step"] == 4
     monkeypatch.undo()
