@@ -116,9 +116,8 @@ def open_folder(path: str, train: bool) -> Splits:
         raise FileNotFoundError(f"no folder {path}: data is a folder with train/ and val/, or one of {FORMS}")
     validation = next((root / name for name in VALIDATION_NAMES if (root / name).is_dir()), None)
     if validation is None:
-        raise FileNotFoundError(
-            f"{path} has no held-out split: it needs a folder named {' or '.join(VALIDATION_NAMES)}"
-        )
+        names = " or ".join(VALIDATION_NAMES)
+        raise FileNotFoundError(f"{path} has no held-out split: it needs a folder named {names}")
     val = FolderSource(validation)
     if not train:
         return Splits(None, val, val.class_names, path)
