@@ -58,10 +58,10 @@ def write_shards(root, counts=(7, 9, 5, 11), start=0, size=None, spoil=None):
     return root
 
 
-def open_small(path, kind=None, batch_size=8, seed=3, rank=0, world_size=1, **settings):
+def open_small(path, kind=None, batch_size=8, seed=3, rank=0, world_size=1, device="cpu", **settings):
     in_memory = {"memory": True, "loader": False}.get(kind)
     chosen = DataSettings(**{"img_size": (16, 16), "workers": 0, "in_memory": in_memory, **settings})
-    place = {"rank": rank, "world_size": world_size, "device": torch.device("cpu")}
+    place = {"rank": rank, "world_size": world_size, "device": torch.device(device)}
     return open_data(str(path), chosen, batch_size=batch_size, seed=seed, **place)
 
 

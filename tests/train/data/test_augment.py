@@ -10,7 +10,7 @@ from scipy.stats import binomtest, chisquare, ks_2samp
 from torchvision.transforms import v2
 
 from gsanet.train.data import DataSettings
-from gsanet.train.data.augment import DeviceViews, Views, evaluation_views, render, training_views
+from gsanet.train.data.augment import Views, evaluation_views, render, render_batch, training_views, view_table
 
 COUNT = 4000
 
@@ -101,7 +101,7 @@ def test_batch_and_single_rendering_agree(data, height, width, out_height, out_w
     image = picture(0, (height, width))
     one = render(image, views, 0, size).float()
     stored = v2.functional.pil_to_tensor(image).permute(1, 0, 2)[None]  # batch, height, channel, width
-    batch = DeviceViews(views, size, torch.device("cpu")).render(stored.contiguous(), torch.tensor([0]))
+    batch = render_batch(stored.contiguous(), view_table(views), size)
     assert batch.shape == (1, 3, *size)
     assert (one - batch[0]).abs().max() <= 1  # of 255: torchvision rounds between its two passes
 

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from pictures import joined, same
+from pictures import joined, open_small, same
+
+# Three workers on fewer cores are slow, and right.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 def test_an_epoch_can_be_started_anywhere(open_kind):
@@ -102,6 +105,18 @@ def test_labels_go_with_their_images(open_kind):
                 assert known.setdefault(image.numpy().tobytes(), label) == label
     assert len(known) <= data.train.num_samples
     assert set(known.values()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("augment", ["crop", "resized_crop"])
+def test_every_device_shows_the_same(folder, device, augment):
+    here = open_small(folder, "memory", augment=augment)
+    there = open_small(folder, "memory", augment=augment, device=device)
+    for (images, labels), (their_images, their_labels) in zip(
+        here.train.batches(0), there.train.batches(0), strict=True
+    ):
+        assert their_images.device.type == their_labels.device.type == device
+        assert torch.equal(their_labels.cpu(), labels)
+        assert (their_images.cpu() - images).abs().max() * 0.229 * 255 < 1.5
 
 
 def labels(loader):
