@@ -118,54 +118,48 @@ def render(image: Image.Image, views: Views, row: int, img_size: tuple[int, int]
     return F.horizontal_flip(view) if views.flip[row] else view
 
 
-class DeviceViews:
-    """Views on a device, ready to be rendered by the batch."""
-
-    def __init__(self, views: Views, img_size: tuple[int, int], device: torch.device) -> None:
-        start, length = views.box[:, :2], views.box[:, 2:]
-        # n, (height, width), (first pixel of the box, its length, resized length, offset)
-        table = np.stack([start, length, views.resized, views.offset], 2).astype(np.float32)
-        self.table = torch.from_numpy(table).to(device)
-        self.flip = torch.from_numpy(views.flip).to(device)
-        self.img_size = img_size
-
-    def render(self, images: Tensor, rows: Tensor) -> Tensor:
-        """The views `rows` of a batch.
-
-        Bilinear resizing with antialiasing is linear in the image's rows and in its columns, and so are cropping,
-        padding and mirroring. A view is thus one matrix on either side of the image: the whole batch is two batched
-        products, whatever its boxes.
-
-        Args:
-            images: uint8, (batch, height, channel, width): the layout in which both products need no copy.
-            rows: (batch,).
-
-        Returns:
-            Pixel values from 0 to 255, rounded as uint8 images are, float32, (batch, channel, height, width).
-        """
-        batch, height, channels, width = images.shape
-        out_height, out_width = self.img_size
-        table, flip = self.table[rows], self.flip[rows]
-        down = _resize_matrix(table[:, 0], out_height, height)
-        along = _resize_matrix(table[:, 1], out_width, width, flip)
-        with torch.autocast(images.device.type, enabled=False):
-            view = torch.bmm(down, images.view(batch, height, channels * width).float())
-            view = torch.bmm(view.view(batch, out_height * channels, width), along.mT)
-        return view.round_().view(batch, out_height, channels, out_width).permute(0, 2, 1, 3)
+def view_table(views: Views) -> Tensor:
+    """Views as float32 (n, 2, 5): for height and for width, what `render_batch` needs to know."""
+    no_flip = np.zeros_like(views.flip)
+    flip = np.stack([no_flip, views.flip], 1)
+    columns = [views.box[:, :2], views.box[:, 2:], views.resized, views.offset, flip]
+    return torch.from_numpy(np.stack(columns, 2).astype(np.float32))
 
 
-def _resize_matrix(axis: Tensor, out: int, length: int, flip: Tensor | None = None) -> Tensor:
-    """The matrices (batch, out, length) that take one axis of an image to one axis of its view."""
-    start, box, resized, offset = axis[:, :, None].unbind(1)  # each batch, 1
-    pixel = torch.arange(out, device=axis.device, dtype=axis.dtype)
-    if flip is not None:
-        pixel = torch.where(flip[:, None], out - 1 - pixel, pixel)
-    pixel = pixel + offset
-    inside = (pixel >= 0) & (pixel < resized)  # batch, out; the rest is padding
+def render_batch(images: Tensor, table: Tensor, img_size: tuple[int, int]) -> Tensor:
+    """One view of each image of a batch.
+
+    Bilinear resizing with antialiasing is linear in the image's rows and in its columns, and so are cropping, padding
+    and mirroring. A view is thus one matrix on either side of the image: the whole batch is two batched products,
+    whatever its boxes.
+
+    Args:
+        images: uint8, (batch, height, channel, width): the layout in which neither product needs a copy.
+        table: Of the batch, from `view_table`, on the same device.
+        img_size: Height and width of the views.
+
+    Returns:
+        Values from 0 to 255, rounded as uint8 images are: float32, (batch, channel, height, width).
+    """
+    batch, height, channels, width = images.shape
+    out_height, out_width = img_size
+    down, along = _resize_matrix(table[:, 0], out_height, height), _resize_matrix(table[:, 1], out_width, width)
+    with torch.autocast(images.device.type, enabled=False):
+        view = torch.bmm(down, images.view(batch, height, channels * width).float())
+        view = torch.bmm(view.view(batch, out_height * channels, width), along.mT)
+    return view.round_().view(batch, out_height, channels, out_width).permute(0, 2, 1, 3)
+
+
+def _resize_matrix(axis: Tensor, out: int, length: int) -> Tensor:
+    """The matrices (batch, out, length) that take one axis of an image to that of its view."""
+    start, box, resized, offset, flip = axis[:, :, None].unbind(1)  # each batch, 1
+    pixel = torch.arange(out, device=axis.device)
+    pixel = pixel + flip * (out - 1 - 2 * pixel) + offset  # batch, out
     ratio = box / resized
     centre = start + (pixel + 0.5) * ratio
-    source = torch.arange(length, device=axis.device, dtype=axis.dtype) + 0.5
-    in_box = (source >= start) & (source < start + box)  # batch, length
+    source = torch.arange(length, device=axis.device) + 0.5
     distance = (source - centre[:, :, None]).abs_().div_(ratio.clamp_min(1)[:, :, None])
-    weight = (1 - distance).clamp_min_(0).mul_(in_box[:, None])  # batch, out, length: a triangle, as wide as a pixel
-    return weight.div_(weight.sum(2, keepdim=True)).masked_fill_(~inside[:, :, None], 0)
+    weight = (1 - distance).clamp_min_(0)  # batch, out, length: a triangle, as wide as the pixels that are merged
+    weight.mul_(((source > start) & (source < start + box))[:, None])
+    weight.div_(weight.sum(2, keepdim=True))
+    return weight.masked_fill_(((pixel < 0) | (pixel >= resized))[:, :, None], 0)  # padding

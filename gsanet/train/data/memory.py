@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.transforms.v2 import functional as F
 
-from gsanet.train.data.augment import DeviceViews, Ints, evaluation_views, render, training_views
+from gsanet.train.data.augment import Ints, Views, evaluation_views, render, render_batch, training_views, view_table
 from gsanet.train.data.damage import Damage, decode
 from gsanet.train.data.loader import Batch, Normalise, iterate
 from gsanet.train.data.settings import Plan
@@ -20,6 +21,7 @@ MAX_SIDE = 128  # pixels; larger images take the other path unless told otherwis
 MAX_BYTES = 4 * 2**30
 PROBES = 64  # images whose size is looked at before the choice
 CHUNK = 256  # images decoded at a time
+GROUP = 16  # batches whose views are drawn at a time
 MANY = 2000  # images; to decode fewer takes less time than to start workers
 
 
@@ -50,22 +52,32 @@ class MemoryStore:
         self.plan = plan
         self.images = images.to(plan.device)  # n, height, channel, width
         self.labels = labels.to(plan.device)
-        self.sizes = np.broadcast_to(np.array(size), (len(labels), 2))
+        self.size = np.array(size)
         self.num_samples = len(labels)
         self.normalise = Normalise(plan)
 
     def batches(self, requests: Sequence[Ints], epoch: int | None) -> Iterator[Batch]:
         """One batch for each list of samples; augmented for an epoch, or as evaluation sees them."""
-        settings, device = self.plan.settings, self.plan.device
+        for first in range(0, len(requests), GROUP):
+            group = requests[first : first + GROUP]
+            samples = np.concatenate(group)
+            table = self._to_device(view_table(self._views(samples, epoch)))
+            rows = self._to_device(torch.from_numpy(samples))
+            lengths = [len(request) for request in group]
+            for row, views in zip(rows.split(lengths), table.split(lengths), strict=True):
+                images = render_batch(self.images[row], views, self.plan.settings.img_size)
+                yield self.normalise(images), self.labels[row]
+
+    def _views(self, samples: Ints, epoch: int | None) -> Views:
+        sizes = np.broadcast_to(self.size, (len(samples), 2))
         if epoch is None:
-            views = evaluation_views(settings, self.sizes)
-        else:
-            views = training_views(settings, self.sizes, np.arange(self.num_samples), self.plan.seed, epoch)
-        device_views = DeviceViews(views, settings.img_size, device)
-        # Sent at once, so that no batch waits for the host.
-        rows = torch.from_numpy(np.concatenate([*requests, np.empty(0, np.int64)])).to(device)
-        for batch in rows.split([len(request) for request in requests]):
-            yield self.normalise(device_views.render(self.images[batch], batch)), self.labels[batch]
+            return evaluation_views(self.plan.settings, sizes)
+        return training_views(self.plan.settings, sizes, samples, self.plan.seed, epoch)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """Without waiting for what the device is doing, which only memory that is pinned allows."""
+        cuda = self.plan.device.type == "cuda"
+        return (tensor.pin_memory() if cuda else tensor).to(self.plan.device, non_blocking=True)
 
 
 def open_in_memory(source: Source, plan: Plan, damage: Damage, train: bool) -> MemoryStore | None:
@@ -108,10 +120,14 @@ class Chunks(Dataset):
                 damaged.append(sample)
                 continue
             image, label = decoded
-            if (image.height, image.width) != self.size and not self.resize:
+            size = (image.height, image.width)
+            if size == self.size:
+                pixels = F.pil_to_tensor(image)
+            elif self.resize:
+                pixels = render(image, evaluation_views(self.covering, np.array([size])), 0, self.size)
+            else:
                 return images, labels, damaged, False
-            view = evaluation_views(self.covering, np.array([[image.height, image.width]]))
-            images[row] = render(image, view, 0, self.size).permute(1, 0, 2)
+            images[row] = pixels.permute(1, 0, 2)
             labels[row] = label
         return images, labels, damaged, True
 

@@ -1,7 +1,7 @@
 """What the user chooses about data, and what every part of the data path needs to know."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -13,9 +13,10 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 def default_workers() -> int:
-    """One decoding process for each core that this process may use, but no more than 8."""
+    """One decoding process a core, the cores shared with the other training processes of this machine; at most 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, cores)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
+    return max(1, min(8, cores // processes))
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class DataSettings:
     flip: float = 0.5
     crop_pct: float = 0.875
     in_memory: bool | None = None
-    workers: int = default_workers()
+    workers: int = field(default_factory=default_workers)
     max_bad_fraction: float = 0.01
 
     def __post_init__(self) -> None:
@@ -60,7 +61,7 @@ class DataSettings:
         _require(len(self.std) == 3 and min(self.std) > 0, "std", self.std, "three positive numbers")
         choices = get_args(Augment)
         _require(self.augment in choices, "augment", self.augment, "one of " + ", ".join(choices))
-        _require(self.padding >= 0, "padding", self.padding, "0 or more")
+        _require(0 <= self.padding < min(self.img_size), "padding", self.padding, "0 or more, and below img_size")
         least, most = self.scale
         _require(0 < least <= most <= 1, "scale", self.scale, "two shares of the area, 0 < least <= largest <= 1")
         least, most = self.ratio

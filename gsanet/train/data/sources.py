@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
+from torch.utils.data import IterableDataset
 
 from gsanet.train.data.shards import Shards, open_shards
 
@@ -115,7 +116,8 @@ def open_folder(path: str, train: bool) -> Splits:
         raise FileNotFoundError(f"no folder {path}: data is a folder with train/ and val/, or one of {FORMS}")
     validation = next((root / name for name in VALIDATION_NAMES if (root / name).is_dir()), None)
     if validation is None:
-        raise FileNotFoundError(f"{path} has no held-out split: it needs a folder named {', '.join(VALIDATION_NAMES)}")
+        names = " or ".join(VALIDATION_NAMES)
+        raise FileNotFoundError(f"{path} has no held-out split: it needs a folder named {names}")
     val = FolderSource(validation)
     if not train:
         return Splits(None, val, val.class_names, path)
@@ -148,11 +150,13 @@ def open_timm(name: str, path: str, train: bool) -> Splits:
     from timm.data import create_dataset
 
     def split(which: str) -> TimmSource:
-        dataset = create_dataset(name, root=path or None, split=which)
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            raise ValueError(f"timm streams {name!r} and cannot index it: use its tar shards as wds:TRAIN|VAL")
-        if getattr(dataset, "reader", None) is None and hasattr(dataset, "transform"):
-            dataset.transform = None
+        try:
+            dataset = create_dataset(name, root=path or None, split=which)
+        except Exception as error:  # of timm, or of the library behind the name
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ValueError(f"timm cannot open the {which} split of {name!r}: {reason}") from error
+        if isinstance(dataset, IterableDataset):
+            raise ValueError(f"timm can only stream {name!r}: give its tar shards as wds:TRAIN|VAL")
         return TimmSource(f"{name} {which} image", dataset)
 
     val = split("validation")
