@@ -88,7 +88,8 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> Result:
     # The network, what trains it, and how far it is.
     seed_all(recipe.seed)
     model = make_model(recipe, data.num_classes)
-    loaded = load_weights(model, recipe.weights) if recipe.weights else ""
+    found, damage = checkpoint.load(out / "last") if resume else (None, [])
+    loaded = load_weights(model, recipe.weights) if recipe.weights and found is None else ""
     if recipe.sync_bn:
         model = synchronise_bn(model, accelerator)
     model.to(accelerator.device).to(memory_format=torch.channels_last)
@@ -99,7 +100,6 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> Result:
         Progress(train_images=data.train.num_samples),
     )
     mix = make_mixup(recipe, data.num_classes, device_batch)
-    found, damage = checkpoint.load(out / "last") if resume else (None, [])
     if found is not None:
         state.restore(found)
     if is_main:

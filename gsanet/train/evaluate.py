@@ -28,6 +28,7 @@ def evaluate(model: nn.Module, loader: EvalLoader, accelerator: Accelerator, pre
     model.eval()
     device = accelerator.device
     totals = torch.zeros(4, device=device)  # top-1, top-5, loss, images
+    seen = 0
     start = time.perf_counter()
     for images, labels in loader.batches():
         with autocast(device, precision):
@@ -35,7 +36,9 @@ def evaluate(model: nn.Module, loader: EvalLoader, accelerator: Accelerator, pre
         logits = logits.float()
         ranked = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         loss = F.cross_entropy(logits, labels, reduction="sum")
-        totals += torch.stack([ranked[:, 0].sum(), ranked.sum(), loss, torch.tensor(len(labels), device=device)])
+        totals[:3] += torch.stack([ranked[:, 0].sum(), ranked.sum(), loss])
+        seen += len(labels)
+    totals[3] = seen
     top1, top5, loss, count = accelerator.reduce(totals, "sum").tolist()
     seconds = time.perf_counter() - start
     if not count:

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,7 +35,7 @@ class Reporter:
         if not active:
             return
         _drop_rows_after(out / METRICS, step)
-        self._metrics = self._closing.enter_context((out / METRICS).open("a"))
+        self._metrics = self._closing.enter_context((out / METRICS).open("ab", buffering=0))
         self._board = _tensorboard(out, step)
         if self._board is not None:
             self._closing.callback(self._board.close)
@@ -83,8 +83,7 @@ class Reporter:
         if not self.active:
             return
         try:
-            self._metrics.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-            self._metrics.flush()
+            self._metrics.write(json.dumps({"kind": kind, "step": step, **values}).encode() + b"\n")
             if self._board is not None:
                 for name, value in values.items():
                     self._board.add_scalar(f"{kind}/{name}", value, step)
@@ -98,7 +97,8 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._closing.close()
+        with suppress(OSError):  # the rows are written; a full disk was reported then
+            self._closing.close()
 
 
 def read_metrics(out: Path, kind: str) -> list[dict[str, Any]]:

@@ -92,3 +92,13 @@ def test_best_weights_come_before_last(tiny_recipe, tmp_path):
         found = read_weights(source)
         assert torch.equal(found["head.fc.weight"], average["head.fc.weight"])
     assert make_model(tiny_recipe(), 10).load_state_dict(found)
+
+
+def test_a_resumed_run_does_not_need_the_weights_it_began_with(tiny_recipe, tmp_path):
+    train(tiny_recipe(steps=2), tmp_path / "first")
+    file = tmp_path / "start.safetensors"
+    (tmp_path / "first" / "best" / "model.safetensors").rename(file)
+    recipe = tiny_recipe(steps=2, weights=str(file))
+    train(recipe, tmp_path / "second")
+    file.unlink()
+    assert train(recipe, tmp_path / "second", resume=True).progress.step == 2
