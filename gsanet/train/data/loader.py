@@ -95,10 +95,15 @@ def iterate(dataset: Dataset[Any], plan: Plan, workers: int) -> Iterator[Any]:
         # Its own, so that a pass over the data leaves the global generator, and with it dropout, untouched.
         generator=torch.Generator(),
     )
-    for batch in loader:
-        if isinstance(batch, OSError):  # handed over by a worker, whose traceback would bury it
-            raise batch
-        yield batch
+    try:
+        for batch in loader:
+            if isinstance(batch, OSError):  # handed over by a worker, whose traceback would bury it
+                raise batch
+            yield batch
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise OSError("a decoding process died: it may have run out of memory, or of shared memory") from error
 
 
 def _start_worker(number: int) -> None:

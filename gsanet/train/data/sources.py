@@ -54,7 +54,8 @@ class FolderSource:
         self.labels = np.array(tree.targets, dtype=np.int64)
         if not tree.samples:
             raise FileNotFoundError(f"{folder} holds no images in its class folders")
-        empty = [name for label, name in enumerate(tree.classes) if label not in set(tree.targets)]
+        counts = np.bincount(self.labels, minlength=len(tree.classes))
+        empty = [name for name, count in zip(tree.classes, counts, strict=True) if not count]
         if empty:
             raise FileNotFoundError(f"{folder} has class folders without images: {_some(empty)}")
 
@@ -192,8 +193,11 @@ def open_wds(patterns: str, train: bool) -> Splits:
     if train and not bar:
         raise ValueError(f"tar shards need two patterns, as wds:TRAIN|VAL, got {patterns!r}")
     val = open_shards(validation)
-    source = open_shards(training) if train else None
-    return Splits(source, val, (source or val).class_names, validation if source is None else training)
+    if not train:
+        return Splits(None, val, val.class_names, validation)
+    source = open_shards(training)
+    # Counted shards know only the labels that they hold.
+    return Splits(source, val, max(source.class_names, val.class_names, key=len), training)
 
 
 FORMS = "digits, cifar10:FOLDER, cifar100:FOLDER, timm:NAME:FOLDER, wds:TRAIN|VAL"

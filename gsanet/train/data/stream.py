@@ -13,6 +13,7 @@ from itertools import chain, islice
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -48,7 +49,11 @@ class ShardTrainLoader(TrainLoader):
             # Workers are asked in turn: one piece of each is a batch.
             images, labels, damaged = zip(*islice(pieces, max(1, workers)), strict=True)
             self.damage.add(chain(*damaged))
-            yield self.normalise(torch.cat(images)), torch.cat(labels).to(plan.device, non_blocking=True)
+            yield self.normalise(self._join(images)), self._join(labels)
+
+    def _join(self, pieces: tuple[Tensor, ...]) -> Tensor:
+        # On the device: copies of the workers' pinned memory need not be waited for.
+        return torch.cat([piece.to(self.plan.device, non_blocking=True) for piece in pieces])
 
 
 class ShardEvalLoader(EvalLoader):
@@ -75,6 +80,9 @@ class ShardEvalLoader(EvalLoader):
 class Pieces(IterableDataset[WorkerBatch | OSError]):
     """What one worker reads; an error is handed over as the last piece, to be raised in the main process."""
 
+    def __init__(self, shards: Shards, plan: Plan) -> None:
+        self.shards, self.plan = shards, plan
+
     def __iter__(self) -> Iterator[WorkerBatch | OSError]:
         info = get_worker_info()
         try:
@@ -86,13 +94,21 @@ class Pieces(IterableDataset[WorkerBatch | OSError]):
     def pieces(self, worker: int, workers: int) -> Iterator[WorkerBatch]:
         """The pieces of one worker of several."""
 
+    def decode(self, sample: Sample) -> tuple[Image.Image, int] | None:
+        """Image and label; None if it is damaged."""
+        decoded = decode(sample.open)
+        classes = len(self.shards.class_names)
+        if decoded is not None and not 0 <= decoded[1] < classes:
+            raise OSError(f"{sample.name} has the label {decoded[1]}, but there are {classes} classes")
+        return decoded
+
 
 class LanePieces(Pieces):
     """The part of each batch that the lanes of one worker fill."""
 
     def __init__(self, shards: Shards, plan: Plan, damage: Damage, lanes: int, epoch: int, batches: range) -> None:
-        self.shards, self.plan, self.damage = shards, plan, damage
-        self.lanes, self.epoch, self.batches = lanes, epoch, batches
+        super().__init__(shards, plan)
+        self.damage, self.lanes, self.epoch, self.batches = damage, lanes, epoch, batches
         self.places = plan.batch_size // lanes  # of a lane in a batch
         self.order = draws.permutation(plan.seed, epoch, draws.SHARD_ORDER, len(shards.urls))
 
@@ -114,7 +130,7 @@ class LanePieces(Pieces):
         damaged: list[str] = []
         for place, sample in self._read(lane):
             places.append(place)
-            decoded = decode(sample.open)
+            decoded = self.decode(sample)
             if decoded is None:
                 damaged.append(sample.name)
                 self.damage.add([sample.name])
@@ -138,15 +154,12 @@ class LanePieces(Pieces):
 class EvalPieces(Pieces):
     """Batches of one worker's share of the held-out split."""
 
-    def __init__(self, shards: Shards, plan: Plan) -> None:
-        self.shards, self.plan = shards, plan
-
     def pieces(self, worker: int, workers: int) -> Iterator[WorkerBatch]:
         """Whole batches, the last perhaps smaller; a damaged sample leaves a gap."""
         share = _eval_share(len(self.shards), self.plan, worker, workers)
         samples = _read_range(self.shards, np.arange(len(self.shards.urls)), share.start, share.stop)
         while batch := list(islice(samples, self.plan.rank_batch_size)):
-            decoded = [(sample.name, decode(sample.open)) for _, sample in batch]
+            decoded = [(sample.name, self.decode(sample)) for _, sample in batch]
             sound = [each for _, each in decoded if each is not None]
             views = [view(self.plan, image, 0, None) for image, _ in sound]
             damaged = [name for name, each in decoded if each is None]

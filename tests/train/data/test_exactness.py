@@ -1,5 +1,7 @@
 """The order of an epoch depends on (seed, epoch), a sample's augmentation on (seed, epoch, sample), on nothing else."""
 
+import os
+
 import pytest
 import torch
 from pictures import joined, open_small, same
@@ -105,6 +107,12 @@ def test_labels_go_with_their_images(open_kind):
                 assert known.setdefault(image.numpy().tobytes(), label) == label
     assert len(known) <= data.train.num_samples
     assert set(known.values()) == {0, 1, 2}
+
+
+def test_a_worker_that_dies_is_reported(folder, monkeypatch):
+    monkeypatch.setattr("gsanet.train.data.loader.decode", lambda open_sample: os._exit(1))
+    with pytest.raises(OSError, match="a decoding process died"):
+        list(open_small(folder, "loader", workers=2).train.batches(0))
 
 
 @pytest.mark.parametrize("augment", ["crop", "resized_crop"])

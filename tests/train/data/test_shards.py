@@ -110,6 +110,22 @@ def test_what_is_no_shard(tmp_path, pattern):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_label_beyond_the_classes_is_named(described, workers):
+    describe(described / "train", classes="ant\nbee")
+    data = open_small(f"wds:{described}/train/*.tar|{described}/val/*.tar", workers=workers)
+    with pytest.raises(OSError, match=r"/0\d\d\d has the label 2, but there are 2 classes"):
+        list(data.train.batches(0))
+
+
+def test_held_out_labels_count_as_classes(tmp_path):
+    """Where no file names the classes, and the training split happens to lack the last."""
+    write_shards(tmp_path / "train", (2,))
+    write_shards(tmp_path / "val", (3,))
+    data = open_small(f"wds:{tmp_path}/train/*.tar|{tmp_path}/val/*.tar", batch_size=2)
+    assert data.class_names == ["0", "1", "2"]
+
+
 def test_both_splits_are_needed(shards):
     with pytest.raises(ValueError, match=r"wds:TRAIN\|VAL"):
         open_small(f"wds:{shards}/train/*.tar")
