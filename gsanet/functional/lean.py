@@ -16,7 +16,7 @@ from gsanet.functional.backends import Axis, Backend
 
 def content_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Linear in the pixels: the context vectors come first, and no pair of pixels is ever formed."""
-    # One weight is about 1 / pixels: below float16's normal range for large maps, so they stay in float32 there.
+    # A weight is about 1 / pixels, which leaves float16's normal range on large maps: there they stay in float32.
     weight_dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
     weights = k.flatten(1, 2).softmax(dim=1, dtype=weight_dtype)  # b, xy, n, k
     context = torch.einsum("bpnk,bpnv->bnkv", weights, v.flatten(1, 2).to(weight_dtype)).to(q.dtype)

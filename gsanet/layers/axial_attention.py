@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gsanet.functional.checks import check_feature_map
 from gsanet.functional.lean import fit_table
+from gsanet.layers.attention import Combination, Properties
 from gsanet.layers.relative import RelativeTables
 
 
@@ -37,6 +38,7 @@ class AxialAttention(RelativeTables):
     """
 
     label = "axial"
+    properties = Properties(everywhere=True, content=True, positional=True, combination=Combination.REPLACES)
 
     def __init__(
         self,

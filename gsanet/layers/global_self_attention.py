@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gsanet.functional import global_self_attention_map
 from gsanet.functional.checks import check_feature_map
+from gsanet.layers.attention import Combination, Properties
 from gsanet.layers.relative import RelativeTables
 
 
@@ -37,6 +38,7 @@ class GlobalSelfAttention(RelativeTables):
     """
 
     label = "GSA"
+    properties = Properties(everywhere=True, content=True, positional=True, combination=Combination.REPLACES)
 
     def __init__(
         self,

@@ -5,7 +5,6 @@ A smaller map uses the middle of the table, exactly. For a larger one the owner 
 """
 
 import warnings
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +12,10 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from gsanet.functional.checks import check_reach
+from gsanet.layers.attention import Attention
 
 
-class RelativeTables(nn.Module):
+class RelativeTables(Attention):
     """Base of the modules with learned embeddings of the offsets along a column and along a row.
 
     Args:
@@ -30,7 +30,6 @@ class RelativeTables(nn.Module):
         dtype: As usual.
     """
 
-    label: ClassVar[str]  # what tables of networks call this module
     rel_column: nn.Parameter | None
     rel_row: nn.Parameter | None
 

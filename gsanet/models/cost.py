@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gsanet.functional import use_backend
-from gsanet.layers.relative import RelativeTables
+from gsanet.layers.attention import Attention
 
 Size = tuple[int, int]
 
@@ -69,7 +69,7 @@ def stage_costs(model: Any, img_size: int | Size | None = None) -> list[StageCos
 def _operation(part: nn.Module) -> str:
     """How a part mixes pixels: its attention modules, or its largest convolution."""
     for module in part.modules():
-        if isinstance(module, RelativeTables):
+        if isinstance(module, Attention):
             return module.label
     kernels = [module.kernel_size[0] for module in part.modules() if isinstance(module, nn.Conv2d)]
     return f"{max(kernels)}x{max(kernels)} conv" if kernels else "linear"

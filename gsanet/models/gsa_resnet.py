@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gsanet.layers import AxialAttention, GlobalSelfAttention
 from gsanet.layers.relative import RelativeTables, resize_table
+from gsanet.suggest import suggest
 
 __all__ = ["NETWORKS", "GSAResNet", "ResNetSettings", "fit_state_dict"]
 
@@ -137,6 +138,7 @@ class GSAResNet(ByobNet):
             # Table 2: axial attention without content is the GSA module's own positional attention.
             settings = replace(settings, attention=GlobalSelfAttention)
         attention_kwargs = _take(kwargs, _options(settings.attention))
+        _check_options(kwargs, settings.attention)
         byo = settings.to_byo(img_size or 224, output_stride, attention_kwargs)
         # timm's stems all have a stride of at least 2. For a stride of 1 the first convolution's is taken back below,
         # and everything that timm counts from it is halved.
@@ -176,6 +178,16 @@ def _options(attention: type[nn.Module]) -> list[str]:
     """The arguments of an attention module that are the user's to choose; the network sets the others."""
     given = {"self", "dim", "dim_out", "feat_size", "stride", "device", "dtype"}
     return [name for name in inspect.signature(attention.__init__).parameters if name not in given]
+
+
+def _check_options(kwargs: dict[str, Any], attention: type[nn.Module]) -> None:
+    """Refuse an option that nobody knows, with the nearest that somebody does."""
+    timms = {*inspect.signature(ByobNet.__init__).parameters, *(field.name for field in fields(ByoModelCfg))}
+    timms -= {"self", "cfg", "kwargs", "blocks"}
+    for name in kwargs:
+        if name not in timms:
+            known = {*timms, *_options(attention), *(field.name for field in fields(ResNetSettings))}
+            raise TypeError(f"unknown option {name!r} of a network: {suggest(name, sorted(known))}")
 
 
 def _take(kwargs: dict[str, Any], names: list[str]) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Networks by name: timm's registry, with the names of this package and a hint when one is misspelt."""
 
-import difflib
 from typing import Any
 
 import timm
 from torch import nn
+
+from gsanet.suggest import suggest
 
 MODULES = ["gsa_resnet"]  # the files of this package that register networks
 
@@ -32,8 +33,4 @@ def check_name(name: str) -> None:
     architecture = name.split(".")[0]
     if ":" in name or timm.is_model(architecture):  # hf-hub:..., local-dir:...
         return
-    near = difflib.get_close_matches(architecture, list_models(), n=1) or difflib.get_close_matches(
-        architecture, timm.list_models(), n=1
-    )
-    hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(list_models())}"
-    raise ValueError(f"unknown model {name!r}: {hint}")
+    raise ValueError(f"unknown model {name!r}: {suggest(architecture, list_models())}")

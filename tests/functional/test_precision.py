@@ -45,12 +45,11 @@ def test_large_keys(backend, device, dtype, scale):
 
 
 def test_small_weights_do_not_vanish_in_float16(device):
-    """Over 65,536 pixels a softmax weight is about 1.5e-5, below float16's smallest normal number."""
-    q, k, v = (tensor.to(torch.float16) for tensor in maps((1, 256, 256, 1), 4, 4, device=device))
-    v = v.abs()  # no cancellation
+    """Over 262,144 pixels a softmax weight is about 4e-6, where float16 has only some 60 steps left below it."""
+    q, k, v = (tensor.to(torch.float16) for tensor in maps((1, 512, 512, 1), 8, 8, device=device))
     with use_backend("torch"):
         value = content_attention(q, k, v)
-    assert relative_error(value, content_attention(q.double(), k.double(), v.double())) < TOLERANCE[torch.float16]
+    assert relative_error(value, content_attention(q.double(), k.double(), v.double())) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -321,6 +321,13 @@ def test_bad_input(call, words):
         call()
 
 
+def test_unknown_option():
+    with pytest.raises(TypeError, match="unknown option 'conten' of a network: did you mean 'content'"):
+        gsanet.create_model("gsa_resnet50", conten=False)
+    with pytest.raises(TypeError, match="unknown option 'row' of a network"):  # the axial module has no such choice
+        gsanet.create_model("axial_resnet50", row=False)
+
+
 def test_listing():
     assert set(gsanet.list_models()) == set(NAMES)
     assert gsanet.list_models("gsa_m*") == ["gsa_m_resnet50"]

@@ -1,0 +1,41 @@
+"""What the README shows works, and what it says is counted."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gsanet.paper.structure import structure
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[str(number) for number in range(len(BLOCKS))])
+def test_code_blocks_run(block):
+    exec(compile(block, "README.md", "exec"), {})
+
+
+def test_structure_table_is_what_is_counted():
+    for row in structure():
+        line = next(line for line in README.splitlines() if line.startswith(f"| {row.network} |"))
+        cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+        assert cells[2:] == [
+            f"{row.params / 1e6:.3f}",
+            row.printed_params_m,
+            f"{row.flops / 1e9:.3f}",
+            row.printed_flops_g,
+        ]
+
+
+def test_figure_is_what_the_script_draws(tmp_path):
+    import runpy
+    import sys
+
+    script = Path(__file__).parents[1] / "docs" / "draw_module.py"
+    argv, sys.argv = sys.argv, [str(script), str(tmp_path / "module.svg")]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv = argv
+    assert (tmp_path / "module.svg").read_text().count("<path") > 50
