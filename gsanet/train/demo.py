@@ -4,6 +4,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from gsanet.models import count_flops, count_parameters
 from gsanet.train.engine import make_model, train
 from gsanet.train.recipe import load_recipe
@@ -37,6 +39,8 @@ def train_pair(out: Path) -> Pair:
 
     The runs of an earlier demo there are replaced.
     """
+    # Operations this small gain little from more threads, and on a busy machine they wait for one another.
+    torch.set_num_threads(1)
     rows = []
     for name in PAIR:
         recipe = load_recipe("quickstart", {"model": name})
