@@ -123,7 +123,7 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> Result:
         while progress.step < total_steps:
             epoch, steps_done = divmod(progress.step, steps_per_epoch)
             epoch_end = min((epoch + 1) * steps_per_epoch, total_steps)
-            epoch_began, stop = time.perf_counter(), False
+            first_step, epoch_began, stop = progress.step, time.perf_counter(), False
             set_training(model, recipe.freeze_bn)
             batches = data.train.batches(epoch, steps_done * micro_steps)
             while progress.step < epoch_end and not stop:
@@ -136,15 +136,16 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> Result:
                 due = is_main and time.perf_counter() - saved_at > 60 * recipe.checkpoint_minutes
                 log.push(progress.step, loss, lr, stop=interrupt.received is not None, save=due)
                 stop, save = take_in(log.records(), progress, reporter, recipe, out)
-                if save or (recipe.checkpoint_steps and progress.step % recipe.checkpoint_steps == 0):
+                if recipe.checkpoint_steps and progress.step % recipe.checkpoint_steps == 0:
+                    save = True
+                if save and progress.step < epoch_end:  # the end of an epoch is saved with its evaluation, below
                     take_in(log.records(lag=0), progress, reporter, recipe, out)
                     save_last(state, out, is_main, began)
                     saved_at = time.perf_counter()
 
             take_in(log.records(lag=0), progress, reporter, recipe, out)
             if progress.step == epoch_end:
-                seconds = time.perf_counter() - epoch_began
-                speed = (epoch_end - epoch * steps_per_epoch - steps_done) * recipe.batch_size / seconds
+                speed = (epoch_end - first_step) * recipe.batch_size / (time.perf_counter() - epoch_began)
                 if world_size > 1:
                     distribute_bn(state.evaluated, world_size)  # as in checkpoints, the first process's count
                 result = evaluate(state.evaluated, data.val, accelerator, recipe.precision)

@@ -4,7 +4,6 @@ A recipe is a flat list of keys, the fields of `Recipe`, with two sections: `dat
 `model_kwargs` (options of the network). The package's own are in `gsanet/train/recipes/`; a user's is a path.
 """
 
-import difflib
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -14,10 +13,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from gsanet.suggest import suggest
 from gsanet.train.data import DataSettings
 
 SECTIONS = ("data", "model_kwargs")
-OTHER_NAMES = {"learning_rate": "lr", "image_size": "img_size", "num_workers": "data.workers", "amp": "precision"}
+OTHER_NAMES = {"learning_rate": "lr", "image_size": "img_size"}  # what others call it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ def recipe_text(name: str) -> str:
             return Path(name).read_text()
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no recipe file {name}") from None
-    raise ValueError(f"unknown recipe {name!r}: {_hint(name, recipe_names())}")
+    raise ValueError(f"unknown recipe {name!r}: {suggest(name, recipe_names())}")
 
 
 def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -239,19 +239,13 @@ def _check(values: Mapping[str, Any], hints: Mapping[str, Any], required: set[st
     for key, value in values.items():
         if key not in hints:
             known = [prefix + name for name in hints]
-            raise ValueError(f"unknown key {prefix}{key} in the recipe: {_hint(f'{prefix}{key}', known)}")
+            hint = suggest(OTHER_NAMES.get(key, prefix + key), known)
+            raise ValueError(f"unknown key {prefix}{key} in the recipe: {hint}")
         checked[key] = _convert(value, hints[key], f"{prefix}{key}")
     missing = sorted(required - set(checked))
     if missing:
         raise ValueError(f"the recipe lacks {', '.join(prefix + key for key in missing)}")
     return checked
-
-
-def _hint(word: str, known: Iterable[str]) -> str:
-    # What others call it counts as a spelling too.
-    spellings = {**OTHER_NAMES, **{name: name for name in known}}
-    near = [spellings[match] for match in difflib.get_close_matches(word, spellings, n=1)]
-    return f"did you mean {near[0]!r}?" if near else f"one of {', '.join(known)}"
 
 
 def _convert(value: Any, hint: Any, key: str) -> Any:

@@ -296,3 +296,20 @@ def test_cross_entropy_without_smoothing_is_what_evaluation_reports(tiny_recipe,
     assert found.top1 == pytest.approx(100 * (logits.argmax(1) == labels).float().mean().item(), abs=1e-4)
     assert found.top5 == pytest.approx(100 * sum(top5) / 360, abs=1e-4)
     assert found.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
+
+
+def test_a_run_that_dies_in_an_evaluation_evaluates_when_it_goes_on(tiny_recipe, tmp_path, monkeypatch):
+    from gsanet.train import engine
+
+    def die(*arguments):
+        raise OSError("the machine is gone")
+
+    run, recipe = tmp_path / "run", tiny_recipe(steps=6, checkpoint_steps=2)
+    monkeypatch.setattr(engine, "evaluate", die)
+    with pytest.raises(OSError, match="gone"):
+        train(recipe, run)
+    monkeypatch.undo()
+    assert checkpoint.load(run / "last")[0].state["step"] == 4
+    result = train(recipe, run, resume=True)
+    assert result.progress.evaluation["images"] == 360
+    assert len(read_metrics(run, "epoch")) == 1
