@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -180,7 +180,7 @@ def train(
 @app.command("eval")
 def evaluate(
     run: Annotated[Path | None, typer.Option(help="A run directory.")] = None,
-    checkpoint: Annotated[Literal["best", "last"], typer.Option(help="Which weights of the run.")] = "best",
+    checkpoint: Annotated[str, typer.Option(help="Which weights of the run: best or last.")] = "best",
     model: Annotated[str, typer.Option(help="Without --run: the network.")] = "",
     weights: Annotated[Path | None, typer.Option(help="Without --run: its weights.")] = None,
     data: Annotated[str, typer.Option(help="The data set. Default: the run's.")] = "",

@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 import yaml
@@ -150,3 +151,13 @@ def test_the_batch_is_reached_on_any_number_of_devices(world_size, accumulation,
             recipe.micro_steps(world_size)
     else:
         assert recipe.micro_steps(world_size) == parts
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_documentation_says_what_the_recipe_does(name):
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+    recipe = load_recipe(name)
+    assert (f"{recipe.epochs} epochs" if recipe.epochs else f"{recipe.steps:,} steps") in row
+    assert f"| {recipe.batch_size} | {recipe.lr:g}" in row
+    assert f"{recipe.image_size[0]}x{recipe.image_size[1]}" in row
