@@ -9,7 +9,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,10 @@ def save(path: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping
         CheckpointError: The disk is full or cannot be written; what was there before is unharmed.
     """
     new, previous = path.with_name(f"{path.name}.new"), _previous(path)
-    try:
-        shutil.rmtree(new, ignore_errors=True)  # what a crash has left
+    kept = next((good for good in (path, previous) if good.exists()), None)
+    advice = f"; {kept} is unharmed{go_on(path.parent)}" if kept else ""
+    shutil.rmtree(new, ignore_errors=True)  # what a crash has left
+    with explained(f"the checkpoint {path}", advice), _removed_on_failure(new):
         new.mkdir(parents=True)
         files = {}
         for name, group in tensors.items():
@@ -63,10 +66,6 @@ def save(path: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping
             path.rename(previous)
         new.rename(path)
         sync_directory(path.parent)
-    except OSError as error:
-        shutil.rmtree(new, ignore_errors=True)
-        advice = next((f"; {good} is unharmed: {go_on(path.parent)}" for good in (path, previous) if good.exists()), "")
-        raise CheckpointError(f"cannot write the checkpoint {path}: {error.strerror or error}{advice}") from error
 
 
 def load(path: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -120,9 +119,20 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(tensors, state, path)
 
 
+@contextmanager
+def explained(what: object, advice: str = "") -> Iterator[None]:
+    """Say in a sentence what could not be written, and what to do about it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"cannot write {what}: {error.strerror or error}{advice}") from error
+
+
 def go_on(out: Path) -> str:
     """How to continue a run that could not write."""
-    return f"when there is space and permission, go on with `gsanet train --resume {out}`"
+    return f"; when there is space and permission, go on with `gsanet train --resume {out}`"
 
 
 def write_durably(file: Path, content: bytes) -> None:
@@ -148,6 +158,16 @@ def sync_directory(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    """Half a checkpoint is of no use, and takes space."""
+    try:
+        yield
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def _previous(path: Path) -> Path:

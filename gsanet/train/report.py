@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gsanet.train.checkpoint import CheckpointError, go_on, replace_file
+from gsanet.train.checkpoint import explained, go_on, replace_file
 from gsanet.train.step_log import StepRecord
 
 METRICS = "metrics.jsonl"
@@ -34,9 +34,10 @@ class Reporter:
         self._bar: Any = None
         if not active:
             return
-        _drop_rows_after(out / METRICS, step)
-        self._metrics = self._closing.enter_context((out / METRICS).open("ab", buffering=0))
-        self._board = _tensorboard(out, step)
+        with explained(f"metrics to {out}", go_on(out)):
+            _drop_rows_after(out / METRICS, step)
+            self._metrics = self._closing.enter_context((out / METRICS).open("ab", buffering=0))
+            self._board = _tensorboard(out, step)
         if self._board is not None:
             self._closing.callback(self._board.close)
         if sys.stdout.isatty():
@@ -72,7 +73,7 @@ class Reporter:
         """An epoch is done and evaluated."""
         self.row("epoch", step, values)
         self.say(
-            f"epoch {values['epoch']:g} of {total_epochs}: loss {values['train_loss']:.4f}, "
+            f"epoch {values['epoch']:.4g} of {total_epochs}: loss {values['train_loss']:.4f}, "
             f"validation loss {values['val_loss']:.4f}, top-1 {values['top1']:.2f} %, top-5 {values['top5']:.2f} %, "
             f"{values['images_per_second']:,.0f} images/s"
         )
@@ -82,14 +83,11 @@ class Reporter:
         """Write metrics of a step."""
         if not self.active:
             return
-        try:
+        with explained(f"metrics to {self.out}", go_on(self.out)):
             self._metrics.write(json.dumps({"kind": kind, "step": step, **values}).encode() + b"\n")
             if self._board is not None:
                 for name, value in values.items():
                     self._board.add_scalar(f"{kind}/{name}", value, step)
-        except OSError as error:
-            reason = error.strerror or error
-            raise CheckpointError(f"cannot write metrics to {self.out}: {reason}; {go_on(self.out)}") from error
 
     def __enter__(self) -> "Reporter":
         return self

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import gsanet
-from gsanet.train.checkpoint import CheckpointError, replace_file
+from gsanet.train.checkpoint import explained, go_on, replace_file
 from gsanet.train.recipe import Recipe, load_recipe
 
 RECIPE = "recipe.yaml"
@@ -27,13 +27,11 @@ def start_run(out: Path, recipe: Recipe, class_names: list[str]) -> None:
         raise ValueError(
             f"{out} already holds a run: go on with `gsanet train --resume {out}`, or choose another --out"
         )
-    try:
+    with explained(f"the run directory {out}"):
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / CLASSES, json.dumps(class_names, indent=1).encode())
         record_session(out, recipe)
         replace_file(out / RECIPE, recipe.to_yaml().encode())  # last: with it, the run can be resumed
-    except OSError as error:
-        raise CheckpointError(f"cannot write the run directory {out}: {error.strerror or error}") from error
 
 
 def read_run(out: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -47,7 +45,8 @@ def record_session(out: Path, recipe: Recipe) -> None:
     """Add the software, machine and command of this process to those that have worked on the run."""
     file = out / ENVIRONMENT
     sessions = json.loads(file.read_text()) if file.exists() else []
-    replace_file(file, json.dumps([*sessions, _session(recipe)], indent=2).encode())
+    with explained(file, go_on(out)):
+        replace_file(file, json.dumps([*sessions, _session(recipe)], indent=2).encode())
 
 
 def _session(recipe: Recipe) -> dict[str, Any]:
