@@ -117,6 +117,7 @@ class Recipe:
             raise ValueError("step_size belongs to schedule: step, and schedule: step needs it")
         if self.batch_size % self.accumulation:
             raise ValueError(f"batch_size {self.batch_size} cannot be divided into {self.accumulation} equal parts")
+        _ = self.data_settings  # checks itself
 
     @property
     def peak_lr(self) -> float:

@@ -91,6 +91,7 @@ def test_learning_rate_stays_positive_and_ends_near_zero():
         ({"nesterov": 1}, "nesterov must be true or false"),
         ({"schedule": "linear"}, "schedule must be cosine or step, got 'linear'"),
         ({"data.augment": "blur"}, "augment"),
+        ({"data.flip": 2}, "flip must be from 0 to 1, got 2"),
         ({"img_size": [8]}, "img_size must be a whole number or a list of 2"),
         ({"epochs": 1, "steps": 2}, "either epochs or steps, got both"),
         ({"epochs": None}, "either epochs or steps, got neither"),

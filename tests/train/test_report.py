@@ -1,10 +1,12 @@
 import json
 import os
 import signal
+import sys
 
 import pytest
 
 from gsanet.train.checkpoint import CheckpointError
+from gsanet.train.engine import train
 from gsanet.train.interrupt import Interrupt
 from gsanet.train.report import Reporter, duration, read_metrics
 from gsanet.train.step_log import StepRecord
@@ -70,3 +72,13 @@ def test_the_first_signal_waits_and_the_second_does_not():
             os.kill(os.getpid(), signal.SIGINT)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGINT
+
+
+def test_a_run_without_tensorboard_and_matplotlib_says_so_in_a_line_each(tiny_recipe, tmp_path, monkeypatch, capsys):
+    for module in ("torch.utils.tensorboard", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
+    train(tiny_recipe(steps=1), tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "tensorboard is not installed" in said
+    assert "matplotlib is not installed" in said
+    assert not (tmp_path / "run" / "curves.png").exists()
