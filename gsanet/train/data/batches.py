@@ -40,7 +40,7 @@ class EvalLoader(ABC):
     """The held-out split: every sample exactly once over all processes, but for damaged ones.
 
     Attributes:
-        num_samples: Of the whole split, over all processes.
+        num_samples: Of the whole split, over all processes; damaged ones count until they are met.
     """
 
     num_samples: int

@@ -1,7 +1,6 @@
 """The path for small images: decoded once, kept as uint8 on the device, augmented there by the batch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,7 +13,7 @@ from torchvision.transforms.v2 import functional as F
 from gsanet.train.data.augment import Ints, Views, evaluation_views, render, render_batch, training_views, view_table
 from gsanet.train.data.damage import Damage, decode
 from gsanet.train.data.loader import Batch, Normalise, iterate
-from gsanet.train.data.settings import Plan
+from gsanet.train.data.settings import DataSettings, Plan
 from gsanet.train.data.sources import Source
 
 MAX_SIDE = 128  # pixels; larger images take the other path unless told otherwise
@@ -100,9 +99,9 @@ def open_in_memory(source: Source, plan: Plan, damage: Damage, train: bool) -> M
 class Chunks(Dataset):
     """The whole split, decoded, in pieces."""
 
-    def __init__(self, source: Source, plan: Plan, size: tuple[int, int], resize: bool) -> None:
+    def __init__(self, source: Source, size: tuple[int, int], resize: bool) -> None:
         self.source, self.size, self.resize = source, size, resize
-        self.covering = replace(plan.settings, img_size=size, crop_pct=1.0)
+        self.covering = DataSettings(img_size=size, augment="none", crop_pct=1.0)
 
     def __len__(self) -> int:
         return -(-len(self.source) // CHUNK)
@@ -142,7 +141,7 @@ def _decode_all(
     images = torch.empty(len(source), size[0], 3, size[1], dtype=torch.uint8)
     labels = torch.empty(len(source), dtype=torch.int64)
     good = np.ones(len(source), bool)
-    chunks = Chunks(source, plan, size, resize)
+    chunks = Chunks(source, size, resize)
     workers = plan.settings.workers if len(source) > MANY else 0
     console = Console(stderr=True)
     quiet = plan.rank != 0 or not console.is_terminal

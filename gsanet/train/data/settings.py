@@ -61,7 +61,8 @@ class DataSettings:
         _require(len(self.std) == 3 and min(self.std) > 0, "std", self.std, "three positive numbers")
         choices = get_args(Augment)
         _require(self.augment in choices, "augment", self.augment, "one of " + ", ".join(choices))
-        _require(0 <= self.padding < min(self.img_size), "padding", self.padding, "0 or more, and below img_size")
+        sees_image = self.augment != "crop" or self.padding < min(self.img_size)
+        _require(self.padding >= 0 and sees_image, "padding", self.padding, "0 or more, and below img_size")
         least, most = self.scale
         _require(0 < least <= most <= 1, "scale", self.scale, "two shares of the area, 0 < least <= largest <= 1")
         least, most = self.ratio

@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import torch
 from pictures import UNTOUCHED, joined, numbers, open_small, same, write_folder, write_shards
 
 from gsanet.train.data import DamagedDataError
@@ -40,8 +41,7 @@ def spoilt(kind, tmp_path):
     return write
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("how", "workers"), [*((how, 0) for how in HOW), ("truncated", 2)])
 def test_damaged_images_are_named_and_batches_stay_whole(spoilt, how, workers):
     data = spoilt({4, 5, 29, 30}, how)(max_bad_fraction=0.1, workers=workers)
     assert [len(labels) for _, labels in data.train.batches(0)] == [6] * 5
@@ -85,3 +85,13 @@ def test_nothing_but_damage_stops_too(spoilt, workers):
         list(data.train.batches(0))
     with pytest.raises(DamagedDataError, match="held-out images do not decode"):
         list(data.val.batches())
+
+
+def test_both_paths_replace_alike(folder):
+    """The same sample in the same place, seen through the view of the sample that it stands in for."""
+    for number in (4, 5, 29):
+        next(folder.glob(f"train/*/{number:04d}.png")).write_bytes(b"")
+    memory, loader = (open_small(folder, kind, max_bad_fraction=0.1).train for kind in ("memory", "loader"))
+    for (images, labels), (same_images, same_labels) in zip(memory.batches(0), loader.batches(0), strict=True):
+        assert torch.equal(labels, same_labels)
+        assert (images - same_images).abs().max() * 0.229 * 255 < 1.5

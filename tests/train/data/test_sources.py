@@ -208,7 +208,7 @@ def test_fewer_images_than_a_batch(folder):
         ("mean", (0.5,)),
         ("std", (1.0, 0.0, 1.0)),
         ("augment", "mirror"),
-        ("padding", 16),
+        ("padding", -1),
         ("scale", (0.5, 0.1)),
         ("ratio", (0.0, 1.0)),
         ("flip", 1.5),
@@ -220,6 +220,16 @@ def test_fewer_images_than_a_batch(folder):
 def test_settings_that_cannot_work_are_named(setting, value):
     with pytest.raises(ValueError, match=f"data setting {setting} must be"):
         DataSettings(**{"img_size": (16, 16), setting: value})
+
+
+def test_padding_must_leave_something_of_the_image():
+    with pytest.raises(ValueError, match="data setting padding must be 0 or more, and below img_size, got 16"):
+        DataSettings(img_size=(20, 16), augment="crop", padding=16)
+
+
+def test_padding_is_of_the_input_not_of_the_file():
+    data = open_small("digits", img_size=(32, 32), augment="crop", padding=12)
+    assert next(data.train.batches(0))[0].shape == (8, 3, 32, 32)
 
 
 @pytest.mark.parametrize(("batch_size", "rank", "world_size"), [(7, 0, 2), (0, 0, 1), (8, 2, 2)])
