@@ -9,6 +9,7 @@ STAMP := $(VENV)/.installed
 
 demo: $(STAMP)
 	$(BIN)/gsanet paper structure
+	$(BIN)/gsanet demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2

@@ -2,7 +2,9 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +22,8 @@ app = typer.Typer(
 )
 paper = typer.Typer(no_args_is_help=True, help="The paper's tables, counted and measured again.")
 app.add_typer(paper, name="paper")
+recipes = typer.Typer(help="The recipes for training.")
+app.add_typer(recipes, name="recipes")
 console = Console()
 errors = Console(stderr=True)
 
@@ -133,6 +137,139 @@ def structure(as_json: AsJson = False) -> None:
         if row.note:
             console.print(f"{row.network}: {row.note}")
     console.print(f"{sum(row.matches for row in rows)} of {len(rows)} match to the last printed digit.")
+
+
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="key=value over the recipe's, such as lr=0.05 or data.padding=2.")
+]
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Option(help="A name from `gsanet recipes`, or a YAML file.")] = "",
+    model: Annotated[str, typer.Option(help="A name from `gsanet models`. Default: the recipe's.")] = "",
+    data: Annotated[
+        str, typer.Option(help="A folder with train/ and val/, or one of the kinds in docs/training.md.")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="A new directory for the run.")] = None,
+    weights: Annotated[str, typer.Option(help="Weights to start from: a safetensors file or a run directory.")] = "",
+    settings: Settings = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this directory.")] = None,
+) -> None:
+    """Train a network, or go on where a run stopped."""
+    from accelerate import PartialState
+
+    from gsanet.train.engine import train as run
+    from gsanet.train.recipe import load_recipe
+    from gsanet.train.run_directory import read_run
+
+    if resume is not None:
+        if recipe or model or data or out or weights or settings:
+            raise ValueError("--resume goes on with a run as it was started: give no other option with it")
+        result = run(read_run(resume), resume, resume=True)
+    else:
+        if not recipe or out is None:
+            raise ValueError("give --recipe NAME and --out DIR to start a run, or --resume DIR to go on with one")
+        overrides = _overrides(settings, {"model": model, "weights": weights, "data.path": data})
+        result = run(load_recipe(recipe, overrides), out)
+    PartialState().destroy_process_group()
+    if result.stopped_by:
+        raise typer.Exit(128 + result.stopped_by)
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[Path | None, typer.Option(help="A run directory.")] = None,
+    checkpoint: Annotated[str, typer.Option(help="Which weights of the run: best or last.")] = "best",
+    model: Annotated[str, typer.Option(help="Without --run: the network.")] = "",
+    weights: Annotated[Path | None, typer.Option(help="Without --run: its weights.")] = None,
+    data: Annotated[str, typer.Option(help="The data set. Default: the run's.")] = "",
+    recipe: Annotated[
+        str, typer.Option(help="Without --run: whose image size and options. Default: the network's.")
+    ] = "",
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate weights: top-1, top-5, loss, images a second; also written beside the weights, as JSON."""
+    from accelerate import PartialState
+
+    from gsanet.train.evaluate_weights import evaluate_weights, model_recipe
+    from gsanet.train.recipe import load_recipe
+    from gsanet.train.run_directory import read_run
+
+    overrides = _overrides(settings, {"model": model, "data.path": data})
+    if run is not None and weights is None:
+        chosen, source, file = read_run(run, overrides), run / checkpoint, run / f"eval-{checkpoint}.json"
+    elif weights is not None and run is None and (model or recipe):
+        chosen = load_recipe(recipe, overrides) if recipe else model_recipe(model, overrides)
+        source, file = weights, weights.with_suffix(".eval.json")
+    else:
+        raise ValueError("give either --run DIR, or --model NAME (or --recipe NAME), --weights FILE and --data PATH")
+    found = evaluate_weights(chosen, source)
+    if PartialState().is_main_process:
+        figures = {"model": chosen.model, "data": chosen.data_path, "weights": str(source), **asdict(found)}
+        file.write_text(json.dumps(figures, indent=2) + "\n")
+        if as_json:
+            print(json.dumps(figures, indent=2))
+        else:
+            table = Table("Model", "Top-1 (%)", "Top-5 (%)", "Loss", "Images", "Images/s")
+            accuracies = [f"{found.top1:.2f}", f"{found.top5:.2f}", f"{found.loss:.4f}"]
+            table.add_row(chosen.model, *accuracies, f"{found.images:,}", f"{found.images_per_second:,.0f}")
+            console.print(table)
+            console.print(f"Also in {file}", soft_wrap=True)
+    PartialState().destroy_process_group()
+
+
+@recipes.callback(invoke_without_command=True)
+def list_recipes(context: typer.Context) -> None:
+    """List the recipes that come with the package."""
+    from gsanet.train.recipe import load_recipe, recipe_names, recipe_text
+
+    if context.invoked_subcommand:
+        return
+    table = Table("Recipe", "What for", "Length")
+    for name in recipe_names():
+        found = load_recipe(name)
+        what = recipe_text(name).splitlines()[0].lstrip("# ")
+        table.add_row(name, what, f"{found.epochs} epochs" if found.epochs else f"{found.steps:,} steps")
+    console.print(table)
+    console.print("`gsanet recipes show NAME` prints one with its comments.")
+
+
+@recipes.command("show")
+def show_recipe(name: Annotated[str, typer.Argument(help="A name from `gsanet recipes`.")]) -> None:
+    """Print a recipe with its comments."""
+    from gsanet.train.recipe import recipe_text
+
+    print(recipe_text(name), end="")
+
+
+@app.command()
+def demo(out: Annotated[Path, typer.Option(help="Where the two runs go.")] = Path("runs/quickstart")) -> None:
+    """Train a small GSA network and its convolutional twin on scanned digits, and set them side by side."""
+    from gsanet.train.demo import train_pair
+
+    pair = train_pair(out)
+    table = Table(
+        "Network", "Params (K)", "FLOPs (M)", "Top-1 (%)", "Seconds", title="Digits, 8x8", title_justify="left"
+    )
+    for row in pair.rows:
+        table.add_row(
+            row.model,
+            f"{row.params / 1e3:.1f}",
+            f"{row.flops / 1e6:.2f}",
+            f"{row.top1:.2f}",
+            f"{row.seconds:.0f}",
+        )
+    console.print(table)
+    console.print(f"Curves: {pair.curves}", soft_wrap=True)
+
+
+def _overrides(settings: Sequence[str] | None, options: dict[str, str]) -> dict[str, Any]:
+    """What the command line says over the recipe: the options that were given, and then --set."""
+    from gsanet.train.recipe import parse_overrides
+
+    return {**{key: value for key, value in options.items() if value}, **parse_overrides(settings or [])}
 
 
 def _mark(figure: str, matches: bool) -> str:

@@ -1,0 +1,42 @@
+"""Images that do not decode: counted, named, skipped; and past a stated share, the end of the run."""
+
+from collections.abc import Callable, Iterable
+
+from PIL import Image
+
+
+class DamagedDataError(OSError):
+    """More images than allowed do not decode."""
+
+
+def decode(open_sample: Callable[[], tuple[Image.Image, int]]) -> tuple[Image.Image, int] | None:
+    """An RGB image and its label; None if the sample is damaged."""
+    try:
+        image, label = open_sample()
+        with image:
+            return image.convert("RGB"), label
+    except Exception:  # what a damaged file makes PIL raise has no common class
+        return None
+
+
+class Damage:
+    """The damaged samples of one split that this process has met."""
+
+    def __init__(self, split: str, total: int, max_fraction: float) -> None:
+        self.split, self.total, self.max_fraction = split, total, max_fraction
+        self.names: dict[str, None] = {}  # a set that keeps its order
+
+    def add(self, names: Iterable[str]) -> None:
+        """Remember damaged samples, and stop when they are too many."""
+        self.names.update(dict.fromkeys(names))
+        if len(self.names) > allowed(self.total, self.max_fraction):
+            raise DamagedDataError(
+                f"{len(self.names)} of {self.total} {self.split} images do not decode "
+                f"({len(self.names) / self.total:.2%}, and max_bad_fraction allows {self.max_fraction:.2%}): "
+                + ", ".join(list(self.names)[:3])
+            )
+
+
+def allowed(total: int, max_fraction: float) -> int:
+    """How many damaged samples a split may have."""
+    return int(total * max_fraction)

@@ -1,0 +1,53 @@
+"""Evaluate stored weights: what `gsanet eval` does."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gsanet.models import create_model
+from gsanet.train.data import open_data
+from gsanet.train.engine import make_accelerator, make_model
+from gsanet.train.evaluate import Evaluation, evaluate
+from gsanet.train.recipe import Recipe, make_recipe
+from gsanet.train.weights import load_exactly
+
+
+def evaluate_weights(recipe: Recipe, weights: Path) -> Evaluation:
+    """Evaluate weights on the held-out images, at the recipe's image size.
+
+    Args:
+        recipe: Of the network and the data; how it was trained does not matter.
+        weights: A safetensors file, or a checkpoint directory.
+    """
+    accelerator = make_accelerator(recipe)
+    data = open_data(
+        recipe.data_path,
+        recipe.data_settings,
+        batch_size=recipe.batch_size // recipe.micro_steps(accelerator.num_processes),
+        seed=recipe.seed,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        device=accelerator.device,
+        train=False,
+    )
+    model = make_model(recipe, data.num_classes)
+    load_exactly(model, weights)
+    model.to(accelerator.device).to(memory_format=torch.channels_last)
+    return evaluate(model, data.val, accelerator, recipe.precision)
+
+
+def model_recipe(model: str, overrides: Mapping[str, Any]) -> Recipe:
+    """What evaluation needs to know, as the network's own settings say it."""
+    settings: Any = create_model(model, num_classes=0).pretrained_cfg
+    values = {
+        "model": model,
+        "img_size": list(settings["input_size"][1:]),
+        "batch_size": 256,
+        # Not used in evaluation, but a recipe has them.
+        "epochs": 1,
+        "lr": 0.1,
+        "data": {key: settings[key] for key in ("mean", "std", "crop_pct")},
+    }
+    return make_recipe(values, overrides)

@@ -1,0 +1,78 @@
+"""A run directory: what was run, with what, and where its parts are."""
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gsanet
+from gsanet.train.checkpoint import explained, go_on, replace_file
+from gsanet.train.recipe import Recipe, load_recipe
+
+RECIPE = "recipe.yaml"
+ENVIRONMENT = "environment.json"
+CLASSES = "classes.json"
+
+
+def start_run(out: Path, recipe: Recipe, class_names: list[str]) -> None:
+    """Make a run directory; one that already holds a run is left alone."""
+    if (out / RECIPE).exists():
+        raise ValueError(
+            f"{out} already holds a run: go on with `gsanet train --resume {out}`, or choose another --out"
+        )
+    with explained(f"the run directory {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+        replace_file(out / CLASSES, json.dumps(class_names, indent=1).encode())
+        record_session(out, recipe)
+        replace_file(out / RECIPE, recipe.to_yaml().encode())  # last: with it, the run can be resumed
+
+
+def read_run(out: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """The resolved recipe of a run directory, with values set over it."""
+    if not (out / RECIPE).exists():
+        raise FileNotFoundError(f"{out} is no run directory: it has no {RECIPE}")
+    return load_recipe(str(out / RECIPE), overrides)
+
+
+def record_session(out: Path, recipe: Recipe) -> None:
+    """Add the software, machine and command of this process to those that have worked on the run."""
+    file = out / ENVIRONMENT
+    sessions = json.loads(file.read_text()) if file.exists() else []
+    with explained(file, go_on(out)):
+        replace_file(file, json.dumps([*sessions, _session(recipe)], indent=2).encode())
+
+
+def _session(recipe: Recipe) -> dict[str, Any]:
+    gpu = torch.cuda.is_available()
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "gsanet": gsanet.__version__,
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if gpu else None,
+        "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if gpu else platform.processor(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "seed": recipe.seed,
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the package's source, if it runs from a checkout."""
+    root = Path(gsanet.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None

@@ -1,0 +1,97 @@
+"""Images that do not decode are counted, named and skipped, up to a stated share."""
+
+from functools import partial
+
+import pytest
+import torch
+from pictures import UNTOUCHED, joined, numbers, open_small, same, write_folder, write_shards
+
+from gsanet.train.data import DamagedDataError
+
+HOW = {
+    "truncated": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "text": lambda data: b"this is no image",
+    "flipped bytes": lambda data: data[:60] + bytes(255 - byte for byte in data[60:]),
+}
+
+
+@pytest.fixture(params=["memory", "loader", "shards"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def spoilt(kind, tmp_path):
+    """Damage some of 30 training and 15 held-out pictures; returns a function that opens them."""
+
+    def write(damaged, how="truncated"):
+        def spoil(number, data):
+            return HOW[how](data) if number in damaged else data
+
+        if kind == "shards":
+            write_shards(tmp_path / "train", (13, 17), size=(20, 24), spoil=spoil)
+            write_shards(tmp_path / "val", (15,), start=30, size=(20, 24), spoil=spoil)
+            return partial(open_small, f"wds:{tmp_path}/train/*.tar|{tmp_path}/val/*.tar", batch_size=6)
+        write_folder(tmp_path)
+        for file in tmp_path.glob("*/*/*.png"):
+            file.write_bytes(spoil(int(file.stem), file.read_bytes()))
+        return partial(open_small, tmp_path, kind, batch_size=6)
+
+    return write
+
+
+@pytest.mark.parametrize(("how", "workers"), [*((how, 0) for how in HOW), ("truncated", 2)])
+def test_damaged_images_are_named_and_batches_stay_whole(spoilt, how, workers):
+    data = spoilt({4, 5, 29, 30}, how)(max_bad_fraction=0.1, workers=workers)
+    assert [len(labels) for _, labels in data.train.batches(0)] == [6] * 5
+    assert sum(len(labels) for _, labels in data.val.batches()) == 14
+    assert sorted(name.rpartition("/")[2][:4] for name in data.bad_files()) == ["0004", "0005", "0029", "0030"]
+
+
+def test_a_sound_sample_takes_the_place_of_a_damaged_one(spoilt, kind):
+    data = spoilt({4, 5, 29, 30})(max_bad_fraction=0.1, **UNTOUCHED)
+    seen = numbers(data.train.batches(0))
+    assert set(seen) == set(range(30)) - {4, 5, 29}
+    assert sorted(numbers(data.val.batches())) == list(range(31, 45))
+    if kind != "shards":  # where neighbours are known: the next one
+        assert sorted(seen) == sorted([*(set(range(30)) - {4, 5, 29}), 6, 6, 0])
+
+
+def test_damage_keeps_the_order_exact(spoilt):
+    open_it = partial(spoilt({0, 1, 4, 5, 13, 28, 29}), max_bad_fraction=0.4)
+    train = open_it().train
+    whole = list(train.batches(3))
+    for start in range(6):
+        assert same(train.batches(3, start), whole[start:])
+    parts = [open_it(rank=rank, world_size=2, workers=2).train.batches(3, 1) for rank in range(2)]
+    assert same(joined(parts), whole[1:])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_too_much_damage_stops_with_one_sentence(spoilt, workers):
+    with pytest.raises(DamagedDataError) as error:
+        list(spoilt({3, 4, 5, 6})(max_bad_fraction=0.1, workers=workers).train.batches(0))
+    message = str(error.value)
+    assert "4 of 30 training images do not decode (13.33%, and max_bad_fraction allows 10.00%)" in message
+    assert sum(f"000{number}" in message for number in (3, 4, 5, 6)) == 3
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_nothing_but_damage_stops_too(spoilt, workers):
+    data = spoilt(set(range(45)))(max_bad_fraction=0.5, workers=workers)
+    with pytest.raises(DamagedDataError, match="training images do not decode"):
+        list(data.train.batches(0))
+    with pytest.raises(DamagedDataError, match="held-out images do not decode"):
+        list(data.val.batches())
+
+
+def test_both_paths_replace_alike(folder):
+    """The same sample in the same place, seen through the view of the sample that it stands in for."""
+    for number in (4, 5, 29):
+        next(folder.glob(f"train/*/{number:04d}.png")).write_bytes(b"")
+    memory, loader = (open_small(folder, kind, max_bad_fraction=0.1).train for kind in ("memory", "loader"))
+    for (images, labels), (same_images, same_labels) in zip(memory.batches(0), loader.batches(0), strict=True):
+        assert torch.equal(labels, same_labels)
+        assert (images - same_images).abs().max() * 0.229 * 255 < 1.5

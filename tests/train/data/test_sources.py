@@ -1,0 +1,238 @@
+"""Every kind of data set opens; what is wrong with one is said in a sentence."""
+
+import json
+import pickle
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from pictures import CLASSES, UNTOUCHED, numbers, open_small, picture, write_folder
+
+from gsanet.train.data import DataSettings
+from gsanet.train.data.settings import Plan
+from gsanet.train.data.sources import open_splits
+
+
+@pytest.mark.parametrize("name", ["val", "validation", "test"])
+def test_folder(folder, name):
+    (folder / "val").rename(folder / name)
+    data = open_small(folder, **UNTOUCHED)
+    assert data.class_names == list(CLASSES)
+    assert (data.num_classes, data.train.num_samples, data.val.num_samples) == (3, 30, 15)
+    assert data.description == f"{folder}: 30 training and 15 held-out images of 3 classes"
+    assert sorted(numbers(data.val.batches())) == list(range(30, 45))
+    labels = torch.cat([labels for _, labels in data.val.batches()])
+    assert labels.tolist() == [0] * 5 + [1] * 5 + [2] * 5
+    assert data.bad_files() == []
+
+
+def test_held_out_split_alone(folder):
+    shutil.rmtree(folder / "train")
+    from gsanet.train.data import open_data
+
+    settings = DataSettings(**UNTOUCHED, workers=0)
+    data = open_data(str(folder), settings, batch_size=64, seed=0, device=torch.device("cpu"), train=False)
+    assert sorted(numbers(data.val.batches())) == list(range(30, 45))
+    with pytest.raises(ValueError, match="only the held-out split"):
+        _ = data.train
+
+
+def remove_train(root):
+    shutil.rmtree(root / "train")
+
+
+def remove_val(root):
+    shutil.rmtree(root / "val")
+
+
+def empty_a_class(root):
+    for file in (root / "train" / "bee").iterdir():
+        file.unlink()
+
+
+def remove_a_class(root):
+    shutil.rmtree(root / "val" / "bee")
+
+
+def add_a_class(root):
+    shutil.copytree(root / "val" / "bee", root / "val" / "wasp")
+
+
+def flatten(root):
+    for file in (root / "train").glob("*/*"):
+        file.rename(root / "train" / file.name)
+    for name in CLASSES:
+        (root / "train" / name).rmdir()
+
+
+def keep_no_images(root):
+    for file in (root / "val").glob("*/*"):
+        file.rename(file.with_suffix(".txt"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (shutil.rmtree, "no folder"),
+        (remove_train, "has no training split: it needs a folder named train"),
+        (remove_val, "has no held-out split: it needs a folder named val or validation or test"),
+        (empty_a_class, "train has class folders without images: bee"),
+        (remove_a_class, "val/ lacks class folders that train/ has: bee"),
+        (add_a_class, "val/ has class folders that train/ lacks: wasp"),
+        (flatten, "train holds no class folders"),
+        (keep_no_images, "val holds no images in its class folders"),
+    ],
+)
+def test_what_is_wrong_with_a_folder(folder, spoil, message):
+    spoil(folder)
+    with pytest.raises(FileNotFoundError, match=message) as error:
+        open_small(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_small_images_of_one_size_are_kept_in_memory(tmp_path):
+    small = open_small(write_folder(tmp_path / "small"))
+    large = open_small(write_folder(tmp_path / "large", sizes=((20, 130),)))
+    mixed = open_small(write_folder(tmp_path / "mixed", sizes=((20, 24), (24, 20))))
+    kinds = [type(data.train.store).__name__ for data in (small, large, mixed)]
+    assert kinds == ["MemoryStore", "LoaderStore", "LoaderStore"]
+
+
+def test_one_image_of_another_size_among_many_is_found(tmp_path):
+    """Only some sizes are looked at before the choice; one that turns up later changes the path, and nothing else."""
+    write_folder(tmp_path, train=100)
+    odd = tmp_path / "train" / "ant" / "0001.png"
+    picture(1, (50, 40)).save(odd)
+    data = open_small(tmp_path)
+    assert type(data.train.store).__name__ == "LoaderStore"
+    assert sum(len(labels) for _, labels in data.train.batches(0)) == 296
+
+
+def test_images_of_several_sizes_are_resized_once_if_asked(tmp_path):
+    write_folder(tmp_path, sizes=((20, 24), (60, 30), (10, 10)))
+    data = open_small(tmp_path, in_memory=True)
+    assert data.train.store.images.shape == (30, 16, 3, 16)
+    assert next(data.train.batches(0))[0].shape == (8, 3, 16, 16)
+
+
+def test_digits_are_split_the_same_way_every_time():
+    data, again = (open_small("digits") for _ in range(2))
+    assert (data.train.num_samples, data.val.num_samples, data.num_classes) == (1437, 360, 10)
+    train, val = ([np.asarray(split.open(i)[0]) for i in range(len(split))] for split in two_splits("digits"))
+    assert len({image.tobytes() for image in train} & {image.tobytes() for image in val}) == 0
+    assert train[0].shape == (8, 8, 3)
+    assert max(image.max() for image in train) == 255
+    counts = Counter(torch.cat([labels for _, labels in data.val.batches()]).tolist())
+    assert set(counts) == set(range(10))
+    assert max(counts.values()) - min(counts.values()) <= 2  # stratified
+    for one, other in zip(data.train.batches(0), again.train.batches(0), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def two_splits(path):
+    splits = open_splits(path)
+    return splits.train, splits.val
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_cifar(tmp_path, monkeypatch, name):
+    """Files of torchvision's layout, made up; their checksums cannot be right and are not looked at."""
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
+    pixels = np.stack([np.asarray(picture(number, (32, 32))) for number in range(30)])
+    rows = pixels.transpose(0, 3, 1, 2).reshape(30, -1)
+    root = tmp_path / {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}[name]
+    root.mkdir()
+    if name == "cifar10":
+        parts = {f"data_batch_{part + 1}": slice(part * 4, part * 4 + 4) for part in range(5)}
+        files = {file: {"data": rows[each], "labels": [part % 3 for part in range(4)]} for file, each in parts.items()}
+        files["test_batch"] = {"data": rows[20:], "labels": [1] * 10}
+        files["batches.meta"] = {"label_names": list(CLASSES)}
+    else:
+        files = {
+            "train": {"data": rows[:20], "fine_labels": [0, 1, 2, 0] * 5},
+            "test": {"data": rows[20:], "fine_labels": [1] * 10},
+            "meta": {"fine_label_names": list(CLASSES)},
+        }
+    for file, content in files.items():
+        (root / file).write_bytes(pickle.dumps(content))
+    data = open_small(f"{name}:{tmp_path}", img_size=(32, 32), augment="none", crop_pct=1.0)
+    assert data.class_names == list(CLASSES)
+    assert (data.train.num_samples, data.val.num_samples) == (20, 10)
+    image, label = open_splits(f"{name}:{tmp_path}").train.open(6)
+    assert np.array_equal(np.asarray(image), pixels[6])
+    assert label == 2
+    assert torch.cat([labels for _, labels in data.val.batches()]).tolist() == [1] * 10
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_cifar_that_is_not_there_is_not_downloaded(tmp_path, name):
+    with pytest.raises(FileNotFoundError, match=f"does not hold {name} whole"):
+        open_small(f"{name}:{tmp_path}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_timm_opens(folder):
+    data = open_small(f"timm:folder:{folder}", max_bad_fraction=0.1, **UNTOUCHED)
+    assert data.class_names == list(CLASSES)
+    assert (data.train.num_samples, data.val.num_samples) == (30, 15)
+    assert sorted(numbers(data.val.batches())) == list(range(30, 45))
+
+
+def test_damaged_files_behind_timm_are_named(folder):
+    (folder / "val" / "bee" / "0037.png").write_bytes(b"nothing")
+    data = open_small(f"timm:folder:{folder}", max_bad_fraction=0.1, **UNTOUCHED)
+    assert sorted(numbers(data.val.batches())) == sorted(set(range(30, 45)) - {37})
+    assert data.bad_files() == [str(folder / "val" / "bee" / "0037.png")]
+
+
+def test_what_timm_cannot_open_or_index_is_refused(shards):
+    with pytest.raises(ValueError, match="timm cannot open the validation split of 'folder': Found 0 images"):
+        open_small(f"timm:folder:{shards}")
+    split = {"name": "part", "filenames": ["shard-00.tar"], "shard_lengths": [6], "num_samples": 6}
+    (shards / "val" / "_info.json").write_text(json.dumps({"splits": {"train": split, "validation": split}}))
+    with pytest.raises(ValueError, match="timm can only stream 'wds/digits': give its tar shards"):
+        open_small(f"timm:wds/digits:{shards / 'val'}")
+
+
+def test_fewer_images_than_a_batch(folder):
+    with pytest.raises(ValueError, match="has 30 training images, fewer than one batch of 31"):
+        open_small(folder, batch_size=31)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("img_size", (0, 8)),
+        ("mean", (0.5,)),
+        ("std", (1.0, 0.0, 1.0)),
+        ("augment", "mirror"),
+        ("padding", -1),
+        ("scale", (0.5, 0.1)),
+        ("ratio", (0.0, 1.0)),
+        ("flip", 1.5),
+        ("crop_pct", 0.0),
+        ("workers", -1),
+        ("max_bad_fraction", 1.0),
+    ],
+)
+def test_settings_that_cannot_work_are_named(setting, value):
+    with pytest.raises(ValueError, match=f"data setting {setting} must be"):
+        DataSettings(**{"img_size": (16, 16), setting: value})
+
+
+def test_padding_must_leave_something_of_the_image():
+    with pytest.raises(ValueError, match="data setting padding must be 0 or more, and below img_size, got 16"):
+        DataSettings(img_size=(20, 16), augment="crop", padding=16)
+
+
+def test_padding_is_of_the_input_not_of_the_file():
+    data = open_small("digits", img_size=(32, 32), augment="crop", padding=12)
+    assert next(data.train.batches(0))[0].shape == (8, 3, 32, 32)
+
+
+@pytest.mark.parametrize(("batch_size", "rank", "world_size"), [(7, 0, 2), (0, 0, 1), (8, 2, 2)])
+def test_shares_that_cannot_be(batch_size, rank, world_size):
+    with pytest.raises(ValueError, match="must be"):
+        Plan(DataSettings(img_size=(8, 8)), batch_size, 0, rank, world_size, torch.device("cpu"))

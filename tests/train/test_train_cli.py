@@ -1,0 +1,163 @@
+"""The commands as a user meets them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gsanet.cli import main
+
+SMALL = ["--set", "model_kwargs.width=0.125", "--set", "model_kwargs.depths=[1, 1]", "--set", "epochs=1"]
+
+
+@pytest.fixture
+def gsanet(monkeypatch, capsys):
+    """Run the command in this process; its exit code, and what it printed."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["gsanet", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        printed = capsys.readouterr()
+        return left.value.code, printed.out + printed.err
+
+    return run
+
+
+def test_train_then_evaluate_then_resume(gsanet, tmp_path):
+    run = tmp_path / "run"
+    code, said = gsanet("train", "--recipe", "quickstart", "--out", run, *SMALL)
+    assert code == 0
+    for file in ("last", "best", "curves.png", "metrics.jsonl"):
+        assert str(run / file) in said
+        assert (run / file).exists()
+
+    code, said = gsanet("eval", "--run", run)
+    assert code == 0
+    figures = json.loads((run / "eval-best.json").read_text())
+    assert figures["images"] == 360
+    assert f"{figures['top1']:.2f}" in said
+    state = json.loads((run / "best" / "checkpoint.json").read_text())["state"]
+    assert figures["top1"] == pytest.approx(state["evaluation"]["top1"])
+    code, said = gsanet("eval", "--run", run, "--checkpoint", "last", "--json")
+    assert json.loads(said)["top1"] == figures["top1"]
+
+    weights = run / "best" / "model.safetensors"
+    code, said = gsanet("eval", "--recipe", "quickstart", "--weights", weights, *SMALL, "--json")
+    assert json.loads(said)["top1"] == figures["top1"]
+    same = ["--set", "img_size=8", "--set", "data.mean=[0.5, 0.5, 0.5]", "--set", "data.std=[0.5, 0.5, 0.5]"]
+    code, said = gsanet(
+        *("eval", "--model", "gsa_resnet26_tiny", "--weights", weights, "--data", "digits", *SMALL, *same, "--json")
+    )
+    assert json.loads(said)["top1"] == figures["top1"]
+    assert json.loads((run / "best" / "model.eval.json").read_text())["loss"] == pytest.approx(figures["loss"])
+
+    code, said = gsanet("train", "--resume", run)
+    assert code == 0
+    assert "Done: 22 steps" in said
+
+
+def test_recipes_are_listed_and_shown(gsanet):
+    code, said = gsanet("recipes")
+    assert code == 0
+    assert "tinyimagenet" in said
+    code, said = gsanet("recipes", "show", "imagenet")
+    assert code == 0
+    assert "# " in said
+    assert "epochs: 90" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "give --recipe NAME and --out DIR"),
+        (["train", "--resume", "RUN", "--recipe", "quickstart"], "give no other option"),
+        (["train", "--resume", "RUN"], "is no run directory"),
+        (["train", "--recipe", "imagnet", "--out", "RUN"], "did you mean 'imagenet'"),
+        (["train", "--recipe", "imagenet", "--out", "RUN"], "no data set is named"),
+        (["train", "--recipe", "quickstart", "--out", "RUN", "--set", "bacth_size=3"], "did you mean 'batch_size'"),
+        (["train", "--recipe", "quickstart", "--out", "RUN", "--model", "gsa_resnet26_tny"], "'gsa_resnet26_tiny'"),
+        (
+            ["train", "--recipe", "quickstart", "--out", "RUN", "--set", "batch_size=5000"],
+            "fewer than one batch of 5000",
+        ),
+        (["train", "--recipe", "quickstart", "--out", "RUN", "--weights", "nowhere"], "no weights at nowhere"),
+        (["train", "--recipe", "quickstart", "--out", "RUN", "--set", "sync_bn=true"], "sync_bn needs GPUs"),
+        (["eval"], "give either --run DIR"),
+        (["eval", "--run", "RUN"], "is no run directory"),
+        (["recipes", "show", "mnist"], "unknown recipe 'mnist'"),
+    ],
+)
+def test_what_the_user_got_wrong_is_one_line(gsanet, tmp_path, arguments, message):
+    code, said = gsanet(*(tmp_path / "run" if argument == "RUN" else argument for argument in arguments))
+    assert code == 2
+    assert message in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "run").exists()  # and the next try may use the same directory
+
+
+def test_a_run_directory_that_cannot_be_made(gsanet, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, said = gsanet("train", "--recipe", "quickstart", "--out", tmp_path / "file" / "run", *SMALL)
+    assert code == 2
+    assert "cannot write the run directory" in said
+    assert "Not a directory" in said
+
+
+def test_a_diverged_run(gsanet, tmp_path):
+    run = tmp_path / "run"
+    code, said = gsanet("train", "--recipe", "quickstart", "--out", run, *SMALL, "--set", "lr=1e20")
+    assert code == 2
+    assert "stopped. The last good weights are in" in said
+    code, _ = gsanet("eval", "--run", run, "--checkpoint", "last")
+    assert code == 0
+
+
+def folder_options(folder):
+    return ["--data", folder, "--set", "batch_size=4", "--set", "data.workers=0", "--set", "img_size=16"]
+
+
+def test_a_corrupt_jpeg_is_skipped_and_too_many_stop_the_run(gsanet, image_folder, tmp_path):
+    images = sorted((image_folder / "train" / "dark").iterdir())
+    images[0].write_bytes(images[0].read_bytes()[:40])
+    start = ["train", "--recipe", "quickstart", *SMALL, *folder_options(image_folder)]
+    code, said = gsanet(*start, "--set", "data.max_bad_fraction=0.1", "--out", tmp_path / "some")
+    assert code == 0
+    assert "1 images could not be decoded and were skipped" in said
+    code, said = gsanet(*start, "--out", tmp_path / "none")
+    assert code == 2
+    assert images[0].name in said
+
+
+def test_a_missing_class_folder(gsanet, image_folder, tmp_path):
+    (image_folder / "val" / "light").rename(image_folder / "val" / "other")
+    start = ["train", "--recipe", "quickstart", "--out", tmp_path / "run", *SMALL, *folder_options(image_folder)]
+    code, said = gsanet(*start)
+    assert code == 2
+    assert "light" in said or "other" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_process_saves_and_says_how_to_go_on(number, tmp_path):
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "gsanet", "train", "--recipe", "quickstart", "--out", str(run), *SMALL]
+    process = subprocess.Popen(
+        [*command, "--set", "epochs=500"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 90
+    while not (run / "best").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, errors
+    assert f"To go on: gsanet train --resume {run}" in said
+    assert json.loads((run / "last" / "checkpoint.json").read_text())["state"]["step"] > 22
