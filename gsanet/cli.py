@@ -107,11 +107,10 @@ def info(
 @paper.command()
 def structure(as_json: AsJson = False) -> None:
     """Count parameters and operations of the paper's networks, beside what the paper prints."""
-    from gsanet.paper.structure import printed
+    from gsanet.paper.structure import ROWS
     from gsanet.paper.structure import structure as counted
 
-    total = len(printed()["structure"])
-    rows = list(track(counted(), description="Counting", total=total, console=errors, transient=True))
+    rows = list(track(counted(), description="Counting", total=len(ROWS), console=errors, transient=True))
     if as_json:
         print(json.dumps([{**asdict(row), "match": row.matches} for row in rows], indent=2))
         return
