@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -132,6 +133,41 @@ def structure(as_json: AsJson = False) -> None:
         if row.note:
             console.print(f"{row.network}: {row.note}")
     console.print(f"{sum(row.matches for row in rows)} of {len(rows)} match to the last printed digit.")
+
+
+ResultsFolder = Annotated[Path, typer.Option("--results", help="The folder of measured results.")]
+
+
+def _paper_table(number: int, summary: str) -> None:
+    """Add the command `gsanet paper tableN`."""
+
+    def command(results: ResultsFolder = Path("results"), as_json: AsJson = False) -> None:
+        from gsanet.paper.printed import printed_table
+        from gsanet.paper.results import read_results
+        from gsanet.paper.show import show_table
+        from gsanet.paper.tables import table_rows
+
+        printed = printed_table(number)
+        counted = table_rows(number, read_results(results))
+        total = len(printed.rows)
+        rows = list(track(counted, description="Counting", total=total, console=errors, transient=True))
+        if as_json:
+            print(json.dumps({"table": number, "caption": printed.caption, "rows": [asdict(row) for row in rows]}, indent=2))
+            return
+        for part in show_table(printed, rows):
+            console.print(part, highlight=False)
+
+    paper.command(f"table{number}", help=f"{summary}: as printed, counted, and measured here.")(command)
+
+
+for _number, _summary in {
+    2: "GSA against axial attention",
+    3: "GSA against existing approaches",
+    4: "The components of GSA",
+    5: "The residual groups that attend",
+    6: "CNN against GSA",
+}.items():
+    _paper_table(_number, _summary)
 
 
 def _mark(figure: str, matches: bool) -> str:

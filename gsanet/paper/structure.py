@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gsanet.models import count_flops, count_parameters, create_model
-from gsanet.paper import m_resnet50
+from gsanet.paper.notes import NOTES
 from gsanet.paper.printed import printed_tables
+from gsanet.paper.tables import count
 
 # The networks that the paper describes itself: a name for each, and the row of its tables that prints its size.
 ROWS = {
@@ -20,9 +20,6 @@ ROWS = {
     "ResNet-50, only axial positional": "table2: Only axial positional attention",
     "M-ResNet-50, GSA": "table3: M-ResNet-50, This work",
 }
-
-NOTES = {"M-ResNet-50, GSA": m_resnet50.NOTE}
-
 
 @dataclass(frozen=True)
 class StructureRow:
@@ -64,15 +61,16 @@ def structure() -> Iterator[StructureRow]:
     rows = {row.key: row for table in printed_tables().values() for row in table.rows}
     for network, key in ROWS.items():
         row = rows[key]
-        model = create_model(row.network.model, **row.network.kwargs)
+        counted = count(row.network)
+        assert counted is not None
         yield StructureRow(
             network=network,
             table=row.table,
             model=row.network.model,
             options=row.network.kwargs,
-            params=count_parameters(model),
-            flops=count_flops(model),
+            params=counted[0],
+            flops=counted[1],
             printed_params_m=row.printed("params").removesuffix(" M"),
             printed_flops_g=row.printed("flops").removesuffix(" G"),
-            note=NOTES.get(network, ""),
+            note=NOTES.get(row.network.model, ""),
         )

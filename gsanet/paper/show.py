@@ -1,0 +1,89 @@
+"""The paper's tables for the terminal: what the paper prints on the first line of a row, what is known here below."""
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+
+from gsanet.paper.printed import PrintedTable
+from gsanet.paper.tables import Measured, TableRow
+
+NOT_YET = "–"
+DIFFERS = "≠"
+
+
+def show_table(printed: PrintedTable, rows: Sequence[TableRow]) -> Iterator[RenderableType]:
+    """Table 2, 3, 4, 5 or 6, and the lines below it."""
+    numbers = {"top1": "Top-1", "top5": "Top-5", "cifar100_top1": "CIFAR-100", "params": "Params", "flops": "FLOPs"}
+    if "cifar100_top1" not in printed.columns:
+        del numbers["cifar100_top1"]
+    if "runtime" in printed.columns or any(row.runtimes for row in rows):
+        numbers["runtime"] = "Runtime"
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title_justify="left")
+    table.title = f"Table {printed.number}. {printed.caption.split('. ')[0]}"
+    table.add_column("The paper\n[dim]  here[/]", overflow="fold")
+    for heading in numbers.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(f"[bold]{row.name}[/]", *(row.printed.get(column, "") for column in numbers))
+        for line in _lines_here(row, list(numbers)):
+            table.add_row(*line)
+    yield table
+    yield from _lines_below(rows)
+
+
+def _lines_here(row: TableRow, columns: list[str]) -> Iterator[list[str]]:
+    """The counts, then a line for each set of runs."""
+    counted = {
+        "params": _counted(row.params, 1e6, "M", row.params_match),
+        "flops": _counted(row.flops, 1e9, "G", row.flops_match),
+        "runtime": f"{row.runtimes[0].milliseconds:.1f} ms" if row.runtimes else NOT_YET,
+    }
+    if not row.exists:
+        yield [f"  [dim]{row.network} (not here yet)[/]", *([NOT_YET] * len(columns))]
+    else:
+        unmeasured = dict.fromkeys(("top1", "top5", "cifar100_top1"), "" if row.measured else NOT_YET)
+        yield [f"  [dim]{row.network}[/]", *({**unmeasured, **counted}[column] for column in columns)]
+    for measured in row.measured:
+        cells = _accuracies(measured, columns)
+        yield [f"  [dim]{_what(measured)}[/]", *(cells.get(column, "") for column in columns)]
+
+
+def _accuracies(measured: Measured, columns: list[str]) -> dict[str, str]:
+    top1 = f"{measured.top1:.2f}"
+    if "cifar100_top1" in columns and measured.dataset.lower().replace("-", "") == "cifar100":
+        return {"cifar100_top1": top1}
+    return {"top1": top1, "top5": NOT_YET if measured.top5 is None else f"{measured.top5:.2f}"}
+
+
+def _what(measured: Measured) -> str:
+    runs = f"{measured.runs} runs" if measured.runs > 1 else "1 run"
+    spread = "" if measured.top1_spread is None else f", ±{measured.top1_spread:.2f}"
+    return f"{measured.dataset}, {runs}{spread}"
+
+
+def _counted(value: int | None, unit: float, letter: str, match: bool | None) -> str:
+    if value is None:
+        return NOT_YET
+    mark = f"[yellow]{DIFFERS}[/] " if match is False else ""
+    return f"{mark}{value / unit:.3f} {letter}"
+
+
+def _lines_below(rows: Sequence[TableRow]) -> Iterator[str]:
+    yield "[bold]The paper[/]: ImageNet; runtime of one image on a TPU v3; - where it prints none."
+    yield "[bold]Here[/]: parameters and FLOPs counted at 224x224 with 1000 classes."
+    if any(not row.measured or not row.runtimes for row in rows):
+        yield f"{NOT_YET} not measured here yet (no such run in the folder of results)."
+    judged = [row for row in rows if row.params_match is not None or row.flops_match is not None]
+    agree = [row for row in judged if False not in (row.params_match, row.flops_match)]
+    if judged:
+        yield f"{len(agree)} of {len(judged)} printed sizes are counted here to the last digit ({DIFFERS}: not)."
+    for note in dict.fromkeys(row.note for row in rows if row.note):
+        names = ", ".join(row.network for row in rows if row.note == note)
+        yield f"{DIFFERS} {names}: {note}"
+    measured = {(found.dataset, found.recipe, found.network) for row in rows for found in row.measured}
+    for dataset, recipe, network in sorted(measured):
+        yield f"Measured on {dataset} with {network}, recipe {recipe}."
+    for where in sorted({found.where for row in rows for found in row.runtimes[:1]}):
+        yield f"Runtime here: one image, {where}."
