@@ -135,6 +135,23 @@ def structure(as_json: AsJson = False) -> None:
     console.print(f"{sum(row.matches for row in rows)} of {len(rows)} match to the last printed digit.")
 
 
+@paper.command()
+def table1(as_json: AsJson = False) -> None:
+    """What each system's attention can do, measured: the marks of Table 1 beside the paper's."""
+    from gsanet.paper.printed import printed_table
+    from gsanet.paper.show import show_table1
+    from gsanet.paper.table1 import networks
+    from gsanet.paper.table1 import table1 as measured
+
+    total = len(networks())
+    rows = list(track(measured(), description="Measuring", total=total, console=errors, transient=True))
+    if as_json:
+        print(json.dumps([{**asdict(row), "commutes_with": row.commutes_with} for row in rows], indent=2))
+        return
+    for part in show_table1(printed_table(1), rows):
+        console.print(part, highlight=False)
+
+
 ResultsFolder = Annotated[Path, typer.Option("--results", help="The folder of measured results.")]
 
 
@@ -152,7 +169,11 @@ def _paper_table(number: int, summary: str) -> None:
         total = len(printed.rows)
         rows = list(track(counted, description="Counting", total=total, console=errors, transient=True))
         if as_json:
-            print(json.dumps({"table": number, "caption": printed.caption, "rows": [asdict(row) for row in rows]}, indent=2))
+            print(
+                json.dumps(
+                    {"table": number, "caption": printed.caption, "rows": [asdict(row) for row in rows]}, indent=2
+                )
+            )
             return
         for part in show_table(printed, rows):
             console.print(part, highlight=False)

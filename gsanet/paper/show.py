@@ -6,10 +6,12 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from gsanet.paper.printed import PrintedTable
+from gsanet.layers.attention import Combination
+from gsanet.paper.printed import CHECK, PrintedTable
+from gsanet.paper.table1 import MARKS, Table1Row
 from gsanet.paper.tables import Measured, TableRow
 
-NOT_YET = "–"
+NOT_YET = "\u2013"
 DIFFERS = "≠"
 
 
@@ -31,6 +33,62 @@ def show_table(printed: PrintedTable, rows: Sequence[TableRow]) -> Iterator[Rend
             table.add_row(*line)
     yield table
     yield from _lines_below(rows)
+
+
+SHORT = {
+    Combination.INSERTED.value: "inserted",
+    Combination.AT_THE_END.value: "at the end",
+    Combination.IN_PARALLEL.value: "in parallel",
+    Combination.REPLACES.value: "replaces",
+}
+
+
+def show_table1(printed: PrintedTable, rows: Sequence[Table1Row]) -> Iterator[RenderableType]:
+    """Table 1, and the lines below it."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title_justify="left")
+    table.title = f"Table 1. {printed.caption}"
+    table.add_column("The paper\n[dim]  here[/]", overflow="fold")
+    for heading in ("Global", "Content", "Positional"):
+        table.add_column(heading, justify="center", no_wrap=True)
+    table.add_column("Convolutions", no_wrap=True)
+    table.add_column("Commutes\nwith", no_wrap=True)
+    for row in rows:
+        table.add_row(f"[bold]{row.name}[/]", *(_mark(row.printed[mark]) for mark in MARKS), "")
+        if row.measured is None:
+            table.add_row(f"  [dim]{row.network} (not here yet)[/]", *[NOT_YET] * 5)
+            continue
+        cells = [
+            f"[yellow]{DIFFERS} {_mark(row.measured[mark]) or 'no'}[/]"
+            if mark in row.differences
+            else _mark(row.measured[mark])
+            for mark in MARKS
+        ]
+        table.add_row(f"  [dim]{row.network}[/]", *cells, ", ".join(row.commutes_with))
+    yield table
+    yield (
+        "Global: every pixel has a gradient to every pixel. Content: how much a pixel gives to another "
+        "depends on what it holds. "
+        "Positional: the order of the pixels that one draws on matters. Convolutions: attention modules are inserted "
+        "between residual blocks, added at the end, in parallel with convolutions, or in their place. Commutes with: "
+        "shuffling the pixels of the input just shuffles the output; so do whole rows and columns (lines); so does "
+        "moving an object on an empty map (moves)."
+    )
+    measured = [row for row in rows if row.measured is not None]
+    same = sum(not row.differences for row in measured)
+    yield f"{same} of {len(measured)} measured rows have the paper's marks ({DIFFERS}: another)."
+    for row in measured:
+        for mark, why in row.differences.items():
+            yield f"{DIFFERS} {row.network}, {mark}: {why}"
+        if row.remark:
+            yield f"{row.network}: {row.remark}"
+        if not row.commutes_with:
+            yield f"{row.network}: moving the object changes its output by {100 * (row.shift_error or 0):.0f} %."
+    if len(measured) < len(rows):
+        yield f"{NOT_YET} no such network here yet."
+
+
+def _mark(value: bool | str) -> str:
+    return SHORT[value] if isinstance(value, str) else CHECK if value else ""
 
 
 def _lines_here(row: TableRow, columns: list[str]) -> Iterator[list[str]]:

@@ -21,6 +21,7 @@ ROWS = {
     "M-ResNet-50, GSA": "table3: M-ResNet-50, This work",
 }
 
+
 @dataclass(frozen=True)
 class StructureRow:
     """One network: what was counted, and the figures of the paper as it prints them."""

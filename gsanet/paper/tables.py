@@ -78,7 +78,7 @@ def table_rows(number: int, results: Results) -> Iterator[TableRow]:
     """The rows of Table 2, 3, 4, 5 or 6, one after the other: counting takes a moment each."""
     for row in printed_table(number).rows:
         counts = count(row.network)
-        matches = (None, None)
+        matches: tuple[bool | None, bool | None] = (None, None)
         if counts is not None:
             matches = (_match(counts[0] / 1e6, row, "params"), _match(counts[1] / 1e9, row, "flops"))
         yield TableRow(
