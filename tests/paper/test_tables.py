@@ -1,6 +1,8 @@
+import io
+
 import pytest
+from result_files import BENCH, RUN, write
 from rich.console import Console
-from test_results import BENCH, RUN, write
 
 from gsanet.paper import tables
 from gsanet.paper.printed import printed_table, printed_tables
@@ -10,7 +12,7 @@ from gsanet.paper.tables import table_rows
 
 
 def text_of(number, rows, width=80):
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))
+    console = Console(width=width, record=True, file=io.StringIO())
     for part in show_table(printed_table(number), rows):
         console.print(part, highlight=False)
     return console.export_text()
