@@ -9,21 +9,28 @@ settings and the arguments of the attention module are all options of `timm.crea
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import make_divisible, to_2tuple
+from timm.layers import BatchNormAct2d, ConvNormAct, make_divisible, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
+from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, SelfAttnBlock
 from torch import Tensor, nn
 
-from gsanet.layers import AxialAttention, GlobalSelfAttention
+from gsanet.layers import AttentionStem, AxialAttention, GlobalSelfAttention, LocalRelation
 from gsanet.layers.relative import RelativeTables, resize_table
 
 __all__ = ["NETWORKS", "GSAResNet", "ResNetSettings", "fit_state_dict", "register_networks"]
 
-Stem = Literal["7x7/2+maxpool", "7x7/2", "3x3/1"]
+Stem = Literal["7x7/2+maxpool", "7x7/2", "3x3/1", "attention/4", "relation/2+maxpool"]
+STEM_STRIDES: dict[str, int] = {
+    "7x7/2+maxpool": 4,
+    "7x7/2": 2,
+    "3x3/1": 1,
+    "attention/4": 4,
+    "relation/2+maxpool": 4,
+}
 Size = tuple[int, int]
 
 
@@ -35,19 +42,24 @@ class ResNetSettings:
         depths: Residual blocks in each group.
         widths: Inner channels of the blocks of each group: those of the attention module or the 3x3 convolution.
         expansion: Outer channels of a block are this many times the inner ones.
+        outer: Outer channels of the blocks of each group, where they are no such multiple.
         width: A factor on all widths, the stem's too; results are rounded to multiples of 8.
         groups: The residual groups, counted from 1, that use attention; the others convolve. None: all.
         attention: The class of the attention module.
+        first_group: Arguments of the attention module in the first group that uses attention.
         stem: `"7x7/2+maxpool"` is ResNet's; `"7x7/2"` has no max-pool and `"3x3/1"` no stride, for small images.
+            `"attention/4"` is that of stand-alone self-attention and `"relation/2+maxpool"` that of LR-Net.
         stem_width: Channels of the stem.
     """
 
     depths: tuple[int, ...] = (3, 4, 6, 3)
     widths: tuple[int, ...] = (64, 128, 256, 512)
     expansion: int = 4
+    outer: tuple[int, ...] | None = None
     width: float = 1.0
     groups: tuple[int, ...] | None = None
     attention: type[nn.Module] = GlobalSelfAttention
+    first_group: Mapping[str, Any] = field(default_factory=dict)
     stem: Stem = "7x7/2+maxpool"
     stem_width: int = 64
 
@@ -71,6 +83,8 @@ class ResNetSettings:
     @property
     def channels(self) -> tuple[int, ...]:
         """Outer channels of each residual group."""
+        if self.outer is not None:
+            return tuple(make_divisible(outer * self.width, 8) for outer in self.outer[: len(self.depths)])
         return tuple(make_divisible(w * self.width, 8) * self.expansion for w in self.widths[: len(self.depths)])
 
     @property
@@ -81,7 +95,7 @@ class ResNetSettings:
     def map_sizes(self, img_size: int | Size, output_stride: int = 32) -> list[Size]:
         """The size of the map that enters each residual group, and last the one that leaves the network."""
         size: Size = tuple(to_2tuple(img_size))
-        total = {"7x7/2+maxpool": 4, "7x7/2": 2, "3x3/1": 1}[self.stem]
+        total = STEM_STRIDES[self.stem]
         sizes = [_reduce(size, total)]
         for group in range(1, len(self.depths) + 1):
             stride = 1 if group == 1 or total >= output_stride else 2
@@ -93,18 +107,22 @@ class ResNetSettings:
         """The network as timm's configuration."""
         sizes = self.map_sizes(img_size, output_stride)
         stages: list[tuple[ByoBlockCfg, ...]] = []
+        inner = [make_divisible(width * self.width, 8) for width in self.widths]
         for index, (depth, channels) in enumerate(zip(self.depths, self.channels, strict=True)):
-            block = ByoBlockCfg(type="bottle", d=depth, c=channels, s=1 if index == 0 else 2, br=1 / self.expansion)
+            ratio = inner[index] / channels
+            block = ByoBlockCfg(type="bottle", d=depth, c=channels, s=1 if index == 0 else 2, br=ratio)
             if index + 1 not in self.attention_groups:
                 stages.append((block,))
                 continue
+            own = {} if index + 1 != min(self.attention_groups) else {**self.first_group, **attention_kwargs}
+            block = replace(block, self_attn_kwargs=own or None)
             # Only the first block of a group sees the larger map: its module pools after attending.
             first = replace(block, type="self_attn", d=1, block_kwargs={"feat_size": sizes[index]})
             rest = replace(block, type="self_attn", d=depth - 1, block_kwargs={"feat_size": sizes[index + 1]})
             stages.append((first, rest))
         return ByoModelCfg(
             blocks=tuple(stages),
-            stem_type=self.stem[:3],
+            stem_type={"attention/4": "3x3", "relation/2+maxpool": "7x7"}.get(self.stem, self.stem[:3]),
             stem_pool="maxpool" if "maxpool" in self.stem else "",
             stem_chs=make_divisible(self.stem_width * self.width, 8),
             self_attn_layer=self.attention if self.attention_groups else None,
@@ -141,17 +159,33 @@ class GSAResNet(ByobNet):
             settings = replace(settings, attention=GlobalSelfAttention)
         attention_kwargs = take(kwargs, options_of(settings.attention))
         byo = settings.to_byo(img_size or 224, output_stride, attention_kwargs)
-        # timm's stems all have a stride of at least 2. For a stride of 1 the first convolution's is taken back below,
-        # and everything that timm counts from it is halved.
-        unstrided = settings.stem == "3x3/1"
-        super().__init__(byo, output_stride=output_stride * (2 if unstrided else 1), **kwargs)
-        if unstrided:
-            self.stem.conv.stride = (1, 1)
-            for info in self.feature_info:
-                info["reduction"] //= 2
+        # timm's stems have a stride of 2, or 4 with a max-pool. Where ours has another, everything that timm counts from
+        # it is scaled.
+        timms_stride, stride = 4 if byo.stem_pool else 2, STEM_STRIDES[settings.stem]
+        super().__init__(byo, output_stride=output_stride * timms_stride // stride, **kwargs)
+        for info in self.feature_info:
+            info["reduction"] = info["reduction"] * stride // timms_stride
+        factory = {name: kwargs.get(name) for name in ("device", "dtype")}
+        self._make_stem(settings.stem, byo.stem_chs, factory)
+        for block in self.modules():
+            if isinstance(block, SelfAttnBlock) and getattr(block.self_attn, "normalised", False):
+                block.post_attn = nn.ReLU(inplace=True)
         self.settings = settings
         self.output_stride = output_stride
         self.img_size: Size | None = tuple(to_2tuple(img_size)) if img_size else None
+
+    def _make_stem(self, stem: Stem, channels: int, factory: dict[str, Any]) -> None:
+        """Put what timm has no stem for in the place of its own."""
+        if stem == "3x3/1":
+            self.stem.conv.stride = (1, 1)
+        elif stem == "attention/4":
+            self.stem = AttentionStem(self.in_chans, channels, **factory)
+        elif stem == "relation/2+maxpool":
+            self.stem.conv1 = nn.Sequential(
+                ConvNormAct(self.in_chans, channels, 1, **factory),
+                LocalRelation(channels, stride=2, **factory),
+                BatchNormAct2d(channels, **factory),
+            )
 
     def set_input_size(self, img_size: int | Size) -> None:
         """Make the tables of relative positions fit another image size (see `RelativeTables.resize_tables`)."""
@@ -186,7 +220,8 @@ def take(kwargs: dict[str, Any], names: list[str]) -> dict[str, Any]:
     return {name: kwargs.pop(name) for name in names if name in kwargs}
 
 
-def _cfg(settings: ResNetSettings, **kwargs: Any) -> dict[str, Any]:
+def network_cfg(settings: ResNetSettings, differences: dict[str, Any]) -> dict[str, Any]:
+    """What timm's pretrained_cfg says of a network."""
     return {
         "num_classes": 1000,
         "input_size": (3, 224, 224),
@@ -196,10 +231,14 @@ def _cfg(settings: ResNetSettings, **kwargs: Any) -> dict[str, Any]:
         "interpolation": "bicubic",
         "mean": IMAGENET_DEFAULT_MEAN,
         "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "stem.conv1.conv" if "maxpool" in settings.stem else "stem.conv",
+        "first_conv": {
+            "7x7/2+maxpool": "stem.conv1.conv",
+            "attention/4": "stem.qkv",
+            "relation/2+maxpool": "stem.conv1.0.conv",
+        }.get(settings.stem, "stem.conv"),
         "classifier": "head.fc",
         "license": "apache-2.0",
-        **kwargs,
+        **differences,
     }
 
 
@@ -253,7 +292,7 @@ def register_networks(
     namespace = sys.modules[module]
     # timm looks for a network's pretrained_cfg in the module of its function, under this name.
     cfgs = getattr(namespace, "default_cfgs", {})
-    cfgs |= generate_default_cfgs({name: _cfg(settings, **cfg) for name, (settings, cfg) in networks.items()})
+    cfgs |= generate_default_cfgs({name: network_cfg(settings, cfg) for name, (settings, cfg) in networks.items()})
     namespace.default_cfgs = cfgs  # type: ignore[attr-defined]
     for name, (settings, _) in networks.items():
         create = _entry_point(name, settings, network)
