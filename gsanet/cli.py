@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
 
 import gsanet
@@ -103,6 +103,67 @@ def info(
             f"{stage.flops / 1e9:.3f}",
         )
     console.print(table)
+
+
+@app.command()
+def bench(
+    models: Annotated[list[str] | None, typer.Option(help="Names or patterns. Default: '*_resnet50'.")] = None,
+    img_size: Annotated[str, typer.Option(help="Image size, as 224 or 160x96 (height x width).")] = "224",
+    batch: Annotated[int | None, typer.Option(help="Batch size. Default: 64 on a GPU, else 2.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = "",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: bfloat16 on a GPU.")] = "",
+    seconds: Annotated[float, typer.Option(help="How long each network is timed, for each measurement.")] = 1.0,
+    plot: Annotated[Path | None, typer.Option(help="Draw accuracy against size, FLOPs and time here (PNG).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write everything here as JSON, for the folder of results.")] = None,
+    results: Annotated[Path, typer.Option(help="The folder of results, for accuracies.")] = Path("results"),
+    as_json: AsJson = False,
+) -> None:
+    """Measure networks side by side: training, inference, latency and memory at one setting."""
+    import torch
+
+    from gsanet.bench import BenchSetting, environment
+    from gsanet.bench import bench as measure
+    from gsanet.paper.figure import accuracies, draw
+    from gsanet.paper.results import read_results
+    from gsanet.paper.show import show_bench
+
+    patterns = models or ["*_resnet50"]
+    names = list(dict.fromkeys(name for pattern in patterns for name in gsanet.list_models(pattern)))
+    if not names:
+        raise ValueError(f"no network matches {', '.join(map(repr, patterns))}: `gsanet models` lists them all")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = device == "cuda"
+    setting = BenchSetting(
+        img_size=_parse_size(img_size) or (224, 224),
+        batch=batch or (64 if gpu else 2),
+        device=device,
+        dtype=dtype or ("bfloat16" if gpu else "float32"),
+        seconds=seconds,
+    )
+    known = read_results(results)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        rows = measure(names, setting, lambda what, part: bar.update(task, description=what, completed=part))
+    facts = environment(device)
+    found = {
+        "kind": "bench",
+        "setting": {**asdict(setting), "img_size": "x".join(map(str, setting.img_size))},
+        "environment": facts,
+        "networks": [{**asdict(row), "top1": accuracies(row.model, known)} for row in rows],
+    }
+    if out is not None:
+        out.write_text(json.dumps(found, indent=2) + "\n")
+    if plot is not None:
+        draw(rows, known, f"{found['setting']['img_size']}, {setting.dtype}, {facts['device']}", plot)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for part in show_bench(rows, setting, facts):
+        console.print(part, highlight=False)
+    for file in (out, plot):
+        if file is not None:
+            console.print(f"written: {file}", soft_wrap=True, highlight=False)
 
 
 @paper.command()

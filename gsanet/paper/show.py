@@ -6,6 +6,7 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
+from gsanet.bench import BenchRow, BenchSetting
 from gsanet.layers.attention import Combination
 from gsanet.paper.printed import CHECK, PrintedTable
 from gsanet.paper.table1 import MARKS, Table1Row
@@ -145,3 +146,43 @@ def _lines_below(rows: Sequence[TableRow]) -> Iterator[str]:
         yield f"Measured on {dataset} with {network}, recipe {recipe}."
     for where in sorted({found.where for row in rows for found in row.runtimes[:1]}):
         yield f"Runtime here: one image, {where}."
+
+
+def show_bench(rows: Sequence[BenchRow], setting: BenchSetting, facts: dict[str, str]) -> Iterator[RenderableType]:
+    """What `gsanet bench` measured, and the lines below it."""
+    size = "x".join(map(str, setting.img_size))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title_justify="left")
+    table.title = f"{size}, batch {setting.batch}, {setting.dtype}, {facts['device']}"
+    table.add_column("Network", overflow="fold")
+    headings = [
+        "Params\n(M)",
+        "FLOPs\n(G)",
+        "Training\n(img/s)",
+        "Inference\n(img/s)",
+        "One image\n(ms)",
+        "Memory\n(MiB)",
+    ]
+    units = {"Params": "M", "FLOPs": "G", "Training": "img/s", "Inference": "img/s", "One image": "ms", "Memory": "MiB"}
+    for heading, unit in units.items():
+        table.add_column(f"{heading}\n({unit})", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.model,
+            _figure(row.params, 1e6, 2),
+            _figure(row.flops, 1e9, 2),
+            _figure(row.train_images_per_second, 1, 1),
+            _figure(row.inference_images_per_second, 1, 1),
+            _figure(row.latency_ms, 1, 1 if (row.latency_ms or 0) >= 10 else 2),
+            _figure(row.train_memory, 2**20, 0),
+        )
+    yield table
+    yield "FLOPs: of one image, a multiplication and an addition are two. One image: latency, inference at batch 1."
+    kept = "the most that a training step held" if setting.device == "cuda" else "kept by forward for backward"
+    yield f"Memory: {kept}, at batch {setting.batch}. The networks took turns; medians."
+    for row in rows:
+        for what, error in row.errors.items():
+            yield f"[red]{row.model}, {what}[/]: {error}"
+
+
+def _figure(value: float | None, unit: float, digits: int) -> str:
+    return NOT_YET if value is None else f"{value / unit:,.{digits}f}"

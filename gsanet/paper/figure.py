@@ -1,0 +1,79 @@
+"""The paper's kind of plot: accuracy against parameters, operations and time of one image."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from gsanet.bench import BenchRow
+from gsanet.paper.printed import Network, printed_tables
+from gsanet.paper.results import Results
+
+PRINTED = "ImageNet, as the paper prints"
+COLOURS = {"gsa": "tab:red", "conv": "tab:gray"}
+OTHERS = "tab:blue"
+
+
+def accuracies(model: str, results: Results) -> dict[str, float]:
+    """What is known of a network's top-1 accuracy, in percent: from the paper's tables, and from runs, by data set."""
+    known: dict[str, float] = {}
+    for table in printed_tables().values():
+        for row in table.rows:
+            if row.network == Network(model) and (top1 := row.number("top1")) is not None:
+                known[PRINTED] = top1
+    measured = defaultdict(list)
+    for run in results.runs:
+        if run.network == Network(model):
+            measured[f"{run.dataset}, measured here"].append(run.top1)
+    return known | {dataset: statistics.fmean(values) for dataset, values in measured.items()}
+
+
+def draw(rows: Sequence[BenchRow], results: Results, setting: str, file: Path) -> None:
+    """Draw one line of three plots for each data set that accuracies are known on.
+
+    Args:
+        rows: What `gsanet bench` measured.
+        results: Accuracies measured here.
+        setting: What the times were measured at, in words.
+        file: Where to; its ending says the format.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("drawing needs matplotlib: pip install matplotlib") from error
+
+    by_dataset: dict[str, list[tuple[BenchRow, float]]] = defaultdict(list)
+    for row in rows:
+        for dataset, top1 in accuracies(row.model, results).items():
+            by_dataset[dataset].append((row, top1))
+    if not by_dataset:
+        raise ValueError("nothing to draw: no accuracy of these networks is known, in the paper's tables or in results")
+    figure = Figure(figsize=(13, 4.2 * len(by_dataset)), layout="constrained")
+    plots: Any = figure.subplots(len(by_dataset), 3, sharey="row", squeeze=False)
+    for line, (dataset, points) in zip(plots, by_dataset.items(), strict=True):
+        line[0].set_ylabel(f"Top-1 (%)\n{dataset}")
+        for plot, (heading, value) in zip(line, _AXES.items(), strict=True):
+            _scatter(plot, [(row.model, value(row), top1) for row, top1 in points if value(row) is not None])
+            plot.set_xlabel(heading)
+            plot.grid(alpha=0.3)
+    figure.suptitle(f"Time: {setting}", fontsize="small")
+    figure.savefig(file, dpi=150)
+
+
+_AXES: dict[str, Any] = {
+    "Parameters (M)": lambda row: row.params and row.params / 1e6,
+    "FLOPs (G)": lambda row: row.flops and row.flops / 1e9,
+    "Time of one image (ms)": lambda row: row.latency_ms,
+}
+
+
+def _scatter(plot: Any, points: list[tuple[str, float, float]]) -> None:
+    """Points with their names; the depths of one family are joined, as in the paper."""
+    for family, group in groupby(sorted(points), key=lambda point: point[0].split("_")[0]):
+        names, x, y = zip(*sorted(group, key=lambda point: point[1]), strict=True)
+        plot.plot(x, y, marker="o", color=COLOURS.get(family, OTHERS))
+        for name, *place in zip(names, x, y, strict=True):
+            plot.annotate(name, place, xytext=(4, 4), textcoords="offset points", fontsize="x-small")
+    plot.margins(x=0.25, y=0.15)
