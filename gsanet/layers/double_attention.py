@@ -44,7 +44,7 @@ class DoubleAttention(Attention):
         super().__init__()
         self.dim, self.dim_inner, self.zero_init_last = dim, dim_inner or dim // 2, zero_init_last
         self.project = nn.Linear(dim, 3 * self.dim_inner, device=device, dtype=dtype)  # phi | theta | rho
-        self.expand = nn.Linear(self.dim_inner, dim, device=device, dtype=dtype)
+        self.expand = nn.Linear(self.dim_inner, dim, bias=False, device=device, dtype=dtype)
         self.norm = nn.BatchNorm2d(dim, device=device, dtype=dtype)
         self.reset_parameters()
 
@@ -53,7 +53,6 @@ class DoubleAttention(Attention):
         nn.init.normal_(self.project.weight, std=math.sqrt(2 / self.dim))
         nn.init.normal_(self.expand.weight, std=math.sqrt(1 / self.dim_inner))
         nn.init.zeros_(self.project.bias)
-        nn.init.zeros_(self.expand.bias)
         self.norm.reset_parameters()
         if self.zero_init_last:
             nn.init.zeros_(self.norm.weight)

@@ -40,6 +40,9 @@ class NonLocal(Attention):
         super().__init__()
         self.dim, self.zero_init_last = dim, zero_init_last
         self.block = NonLocalAttn(dim, rd_channels=dim_inner or dim // 2, device=device, dtype=dtype)
+        # Three biases of timm's have no effect: phi's adds the same to all scores of a pixel, and those of g and W_z
+        # move all pixels alike, which the normalisation takes back.
+        self.block.p.bias = self.block.g.bias = self.block.z.bias = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -7,7 +7,6 @@ settings and the arguments of the attention module are all options of `timm.crea
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from gsanet.layers import AttentionStem, AxialAttention, GlobalSelfAttention, LocalRelation
 from gsanet.layers.relative import RelativeTables, resize_table
 
-__all__ = ["NETWORKS", "GSAResNet", "ResNetSettings", "fit_state_dict", "register_networks"]
+__all__ = ["NETWORKS", "GSAResNet", "ResNetSettings", "fit_state_dict"]
 
 Stem = Literal["7x7/2+maxpool", "7x7/2", "3x3/1", "attention/4", "relation/2+maxpool"]
 STEM_STRIDES: dict[str, int] = {
@@ -81,13 +80,6 @@ class ResNetSettings:
         return tuple(range(1, len(self.depths) + 1)) if self.groups is None else tuple(self.groups)
 
     @property
-    def channels(self) -> tuple[int, ...]:
-        """Outer channels of each residual group."""
-        if self.outer is not None:
-            return tuple(make_divisible(outer * self.width, 8) for outer in self.outer[: len(self.depths)])
-        return tuple(make_divisible(w * self.width, 8) * self.expansion for w in self.widths[: len(self.depths)])
-
-    @property
     def num_features(self) -> int:
         """How many feature maps `features_only` gives: one a group, and one of the stem if it pools."""
         return len(self.depths) + ("maxpool" in self.stem)
@@ -107,10 +99,12 @@ class ResNetSettings:
         """The network as timm's configuration."""
         sizes = self.map_sizes(img_size, output_stride)
         stages: list[tuple[ByoBlockCfg, ...]] = []
-        inner = [make_divisible(width * self.width, 8) for width in self.widths]
-        for index, (depth, channels) in enumerate(zip(self.depths, self.channels, strict=True)):
-            ratio = inner[index] / channels
-            block = ByoBlockCfg(type="bottle", d=depth, c=channels, s=1 if index == 0 else 2, br=ratio)
+        for index, (depth, width) in enumerate(zip(self.depths, self.widths, strict=False)):
+            inner = make_divisible(width * self.width, 8)
+            outer = inner * self.expansion
+            if self.outer is not None:
+                outer = make_divisible(self.outer[index] * self.width, 8)
+            block = ByoBlockCfg(type="bottle", d=depth, c=outer, s=1 if index == 0 else 2, br=inner / outer)
             if index + 1 not in self.attention_groups:
                 stages.append((block,))
                 continue
@@ -146,6 +140,8 @@ class GSAResNet(ByobNet):
             timm's: `num_classes`, `in_chans`, `drop_rate`, `drop_path_rate`, `global_pool`, ...
     """
 
+    stem: Any
+
     def __init__(
         self,
         cfg: ResNetSettings,
@@ -157,15 +153,15 @@ class GSAResNet(ByobNet):
         if settings.attention is AxialAttention and not kwargs.get("content", True):
             # Table 2: axial attention without content is the GSA module's own positional attention.
             settings = replace(settings, attention=GlobalSelfAttention)
-        attention_kwargs = take(kwargs, options_of(settings.attention))
+        attention_kwargs = take(kwargs, _options(settings.attention))
         byo = settings.to_byo(img_size or 224, output_stride, attention_kwargs)
-        # timm's stems have a stride of 2, or 4 with a max-pool. Where ours has another, everything that timm counts from
-        # it is scaled.
+        # timm's stems have a stride of 2, or 4 with a max-pool. Where ours has another, what timm counts from it is
+        # scaled.
         timms_stride, stride = 4 if byo.stem_pool else 2, STEM_STRIDES[settings.stem]
         super().__init__(byo, output_stride=output_stride * timms_stride // stride, **kwargs)
         for info in self.feature_info:
             info["reduction"] = info["reduction"] * stride // timms_stride
-        factory = {name: kwargs.get(name) for name in ("device", "dtype")}
+        factory: dict[str, Any] = {name: kwargs.get(name) for name in ("device", "dtype")}
         self._make_stem(settings.stem, byo.stem_chs, factory)
         for block in self.modules():
             if isinstance(block, SelfAttnBlock) and getattr(block.self_attn, "normalised", False):
@@ -183,7 +179,8 @@ class GSAResNet(ByobNet):
         elif stem == "relation/2+maxpool":
             self.stem.conv1 = nn.Sequential(
                 ConvNormAct(self.in_chans, channels, 1, **factory),
-                LocalRelation(channels, stride=2, **factory),
+                # The convolution is its channel transformation.
+                LocalRelation(channels, stride=2, transform=False, **factory),
                 BatchNormAct2d(channels, **factory),
             )
 
@@ -209,7 +206,7 @@ def fit_state_dict(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str,
     }
 
 
-def options_of(attention: type[nn.Module]) -> list[str]:
+def _options(attention: type[nn.Module]) -> list[str]:
     """The arguments of an attention module that are the user's to choose; the network sets the others."""
     given = {"self", "dim", "dim_out", "feat_size", "stride", "device", "dtype"}
     return [name for name in inspect.signature(attention.__init__).parameters if name not in given]
@@ -276,33 +273,16 @@ NETWORKS: dict[str, tuple[ResNetSettings, dict[str, Any]]] = {
     "conv_resnet26_tiny": (replace(RESNET26_TINY, groups=()), CIFAR),
 }
 
-
-def register_networks(
-    module: str,
-    networks: Mapping[str, tuple[ResNetSettings, dict[str, Any]]],
-    network: type[GSAResNet] = GSAResNet,
-) -> None:
-    """Register a table of networks with timm, as functions of the module that holds the table.
-
-    Args:
-        module: The module's `__name__`.
-        networks: Name: settings, and what differs in timm's pretrained_cfg.
-        network: The class of the networks.
-    """
-    namespace = sys.modules[module]
-    # timm looks for a network's pretrained_cfg in the module of its function, under this name.
-    cfgs = getattr(namespace, "default_cfgs", {})
-    cfgs |= generate_default_cfgs({name: network_cfg(settings, cfg) for name, (settings, cfg) in networks.items()})
-    namespace.default_cfgs = cfgs  # type: ignore[attr-defined]
-    for name, (settings, _) in networks.items():
-        create = _entry_point(name, settings, network)
-        create.__module__ = module
-        setattr(namespace, name, register_model(create))
+default_cfgs = generate_default_cfgs({name: network_cfg(*network) for name, network in NETWORKS.items()})
 
 
-def _entry_point(name: str, settings: ResNetSettings, network: type[GSAResNet]) -> Callable[..., nn.Module]:
+def entry_point(
+    name: str, settings: ResNetSettings, module: str, network: type[GSAResNet] = GSAResNet
+) -> Callable[..., nn.Module]:
+    """The function behind a name, registered with timm as one of the module's."""
+
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        chosen = {name: kwargs[name] for name in ("depths", "stem", "groups") if name in kwargs}
+        chosen = {field.name: kwargs[field.name] for field in fields(settings) if field.name in kwargs}
         features = range(replace(settings, **chosen).num_features)
         return build_model_with_cfg(
             network,
@@ -315,8 +295,10 @@ def _entry_point(name: str, settings: ResNetSettings, network: type[GSAResNet]) 
         )
 
     create.__name__ = create.__qualname__ = name
+    create.__module__ = module
     create.__doc__ = f"`{name}`: options as in `{network.__name__}`."
-    return create
+    return register_model(create)
 
 
-register_networks(__name__, NETWORKS)
+for _name, (_settings, _) in NETWORKS.items():
+    globals()[_name] = entry_point(_name, _settings, __name__)

@@ -6,21 +6,21 @@ open to `timm.create_model`, as are the arguments of the module:
     timm.create_model("nonlocal_resnet50", after={3: (3, 6)}, dim_inner=128)
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from timm.layers import ClassifierHead
+from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from gsanet.layers import CompactNonLocal, DETRTransformer, DoubleAttention, EfficientAttention, NonLocal
 from gsanet.layers.criss_cross import CrissCrossHead
 from gsanet.layers.video_transformer import VideoTransformer
-from gsanet.models.gsa_resnet import GSAResNet, ResNetSettings, options_of, register_networks, take
+from gsanet.models.gsa_resnet import GSAResNet, ResNetSettings, Size, entry_point, network_cfg, take
 
-__all__ = ["CLIP_NETWORKS", "NETWORKS", "ClipResNet", "InsertedResNet", "InsertedSettings"]
-
-Size = tuple[int, int]
+__all__ = ["NETWORKS", "ClipResNet", "InsertedResNet", "InsertedSettings"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,27 @@ class InsertedSettings(ResNetSettings):
                     f"after must name blocks that exist: group {group} has {self.depths[group - 1]}, got {blocks}"
                 )
 
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """Outer channels of each residual group."""
+        return tuple(blocks[0].c for blocks in self.to_byo(224, 32, {}).blocks)
+
+    def make_module(self, group: int, kwargs: dict[str, Any]) -> Any:
+        """A module for the map of a residual group, with those arguments that it knows."""
+        known = inspect.signature(self.module.__init__).parameters
+        channels = self.channels[group - 1]
+        module: Any = self.module(channels, **{name: value for name, value in kwargs.items() if name in known})
+        if self.after and getattr(module, "dim_out", channels) != channels:
+            raise ValueError(
+                f"{self.module.__name__} makes {module.dim_out} channels of {channels}: it goes at the end"
+            )
+        return module
+
+    def without_module(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments without those of the module that timm's network does not know."""
+        own = inspect.signature(self.module.__init__).parameters.keys() - {"device", "dtype", "zero_init_last"}
+        return {name: value for name, value in kwargs.items() if name not in own}
+
 
 class InsertedResNet(GSAResNet):
     """A ResNet with a few attention modules between its residual blocks, or one after them.
@@ -66,28 +87,18 @@ class InsertedResNet(GSAResNet):
         **kwargs: Any,
     ):
         settings = replace(cfg, **take(kwargs, [f.name for f in fields(cfg)]))
-        options = take_options(settings, kwargs)
+        others = settings.without_module(kwargs)
         at_the_end: Any = None
         if not settings.after:
             # timm makes head and feature_info fit a last convolution of so many channels, whose place this takes.
-            at_the_end = settings.module(settings.channels[-1], **options)
-            kwargs["num_features"] = at_the_end.dim_out
-        super().__init__(settings, img_size, output_stride, **kwargs)
+            at_the_end = settings.make_module(len(settings.depths), kwargs)
+            others["num_features"] = getattr(at_the_end, "dim_out", settings.channels[-1])
+        super().__init__(settings, img_size, output_stride, **others)
         if at_the_end is not None:
             self.final_conv = at_the_end
         for group, blocks in settings.after.items():
             for block in sorted(blocks, reverse=True):  # from the last, so that the numbers before it stay as they are
-                self.stages[group - 1].insert(block, settings.module(settings.channels[group - 1], **options))
-
-
-def take_options(settings: InsertedSettings, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the module: its own, which are removed from `kwargs`, and those that the network needs too."""
-    names = options_of(settings.module)
-    options = {name: kwargs[name] for name in kwargs.keys() & {"device", "dtype"}}
-    if "zero_init_last" in names and "zero_init_last" in kwargs:
-        names.remove("zero_init_last")
-        options["zero_init_last"] = kwargs["zero_init_last"]
-    return {**options, **take(kwargs, [*names, "dim_out"])}
+                self.stages[group - 1].insert(block, settings.make_module(group, kwargs))
 
 
 class ClipResNet(GSAResNet):
@@ -111,8 +122,8 @@ class ClipResNet(GSAResNet):
         **kwargs: Any,
     ):
         settings = replace(cfg, **take(kwargs, [f.name for f in fields(cfg)]))
-        transformer: Any = settings.module(settings.channels[-1], **take_options(settings, kwargs))
-        super().__init__(settings, img_size, output_stride, **kwargs)
+        super().__init__(settings, img_size, output_stride, **settings.without_module(kwargs))
+        transformer = settings.make_module(len(settings.depths), kwargs)
         self.head: ClassifierHead = ClipHead(transformer, self.head)
         self.head_hidden_size = transformer.dim_out
 
@@ -176,6 +187,7 @@ class ClipHead(ClassifierHead):
 # Every other block of groups 2 and 3 (res3 and res4 in the papers): 2 and 3 modules.
 FIVE_BLOCKS = {2: (2, 4), 3: (2, 4, 6)}
 
+# Name: settings, and what differs in timm's pretrained_cfg.
 NETWORKS: dict[str, tuple[InsertedSettings, dict[str, Any]]] = {
     "nonlocal_resnet50": (InsertedSettings(module=NonLocal, after=FIVE_BLOCKS), {}),
     "a2_resnet50": (InsertedSettings(module=DoubleAttention, after=FIVE_BLOCKS), {}),
@@ -189,10 +201,11 @@ NETWORKS: dict[str, tuple[InsertedSettings, dict[str, Any]]] = {
     "ccnet_resnet50": (InsertedSettings(module=CrissCrossHead), {}),
     # DETR's decoder asks one query for each object; an image has one class, which the mean of the encoded map holds.
     "detr_resnet50": (InsertedSettings(module=DETRTransformer), {}),
-}
-CLIP_NETWORKS: dict[str, tuple[InsertedSettings, dict[str, Any]]] = {
     "videobert_resnet50": (InsertedSettings(module=VideoTransformer), {}),
 }
 
-register_networks(__name__, NETWORKS, InsertedResNet)
-register_networks(__name__, CLIP_NETWORKS, ClipResNet)
+default_cfgs = generate_default_cfgs({name: network_cfg(*network) for name, network in NETWORKS.items()})
+
+for _name, (_settings, _) in NETWORKS.items():
+    _network = ClipResNet if _settings.module is VideoTransformer else InsertedResNet
+    globals()[_name] = entry_point(_name, _settings, __name__, _network)

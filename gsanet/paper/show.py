@@ -154,14 +154,6 @@ def show_bench(rows: Sequence[BenchRow], setting: BenchSetting, facts: dict[str,
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title_justify="left")
     table.title = f"{size}, batch {setting.batch}, {setting.dtype}, {facts['device']}"
     table.add_column("Network", overflow="fold")
-    headings = [
-        "Params\n(M)",
-        "FLOPs\n(G)",
-        "Training\n(img/s)",
-        "Inference\n(img/s)",
-        "One image\n(ms)",
-        "Memory\n(MiB)",
-    ]
     units = {"Params": "M", "FLOPs": "G", "Training": "img/s", "Inference": "img/s", "One image": "ms", "Memory": "MiB"}
     for heading, unit in units.items():
         table.add_column(f"{heading}\n({unit})", justify="right", no_wrap=True)
