@@ -106,9 +106,7 @@ def _(weights: Tensor, v: Tensor, window: int, stride: int = 1, padding: int = 0
 
 
 @local_spread.register_fake
-def _(
-    weights: Tensor, q: Tensor, height: int, width: int, window: int, stride: int = 1, padding: int = 0
-) -> Tensor:
+def _(weights: Tensor, q: Tensor, height: int, width: int, window: int, stride: int = 1, padding: int = 0) -> Tensor:
     return q.new_empty(q.shape[0], height, width, *q.shape[3:])
 
 

@@ -55,7 +55,9 @@ class VectorAttention(Attention):
         dim_out = dim if dim_out is None else dim_out
         dim_relation = max(1, dim // 16) if dim_relation is None else dim_relation
         if share < 1 or dim_out % share:
-            raise ValueError(f"dim_out must be divisible by the channels that share a weight, got {dim_out} for {share}")
+            raise ValueError(
+                f"dim_out must be divisible by the channels that share a weight, got {dim_out} for {share}"
+            )
         check_window(window)
         self.dim, self.dim_out, self.stride, self.share, self.window = dim, dim_out, stride, share, window
         self.dim_relation = dim_relation
@@ -129,7 +131,9 @@ class PairwiseAttention(VectorAttention):
         offsets = self.position(torch.stack(torch.meshgrid(*steps, indexing="ij"), dim=-1))  # i, j, 2
         relations = torch.stack(
             [
-                torch.cat((phi - psi[:, i : i + height, j : j + width], offsets[i, j].expand(*phi.shape[:3], 2)), dim=-1)
+                torch.cat(
+                    (phi - psi[:, i : i + height, j : j + width], offsets[i, j].expand(*phi.shape[:3], 2)), dim=-1
+                )
                 for i in range(self.window)
                 for j in range(self.window)
             ],

@@ -153,8 +153,8 @@ class GSAResNet(ByobNet):
             settings = replace(settings, attention=GlobalSelfAttention)
         attention_kwargs = take(kwargs, _options(settings.attention))
         byo = settings.to_byo(img_size or 224, output_stride, attention_kwargs)
-        # timm's stems have a stride of 2, or 4 with a max-pool. Where ours has another, everything that timm counts from
-        # it is scaled.
+        # timm's stems have a stride of 2, or 4 with a max-pool. Where ours has another, what timm counts from it is
+        # scaled.
         timms_stride, stride = 4 if byo.stem_pool else 2, STEM_STRIDES[settings.stem]
         super().__init__(byo, output_stride=output_stride * timms_stride // stride, **kwargs)
         for info in self.feature_info:
@@ -177,7 +177,8 @@ class GSAResNet(ByobNet):
         elif stem == "relation/2+maxpool":
             self.stem.conv1 = nn.Sequential(
                 ConvNormAct(self.in_chans, channels, 1, **factory),
-                LocalRelation(channels, stride=2, **factory),
+                # The convolution is its channel transformation.
+                LocalRelation(channels, stride=2, transform=False, **factory),
                 BatchNormAct2d(channels, **factory),
             )
 

@@ -1,4 +1,4 @@
-"""SAN, the networks of "Exploring Self-Attention for Image Recognition" (Zhao et al., 2020), with a layout of their own.
+"""SAN, the networks of "Exploring Self-Attention for Image Recognition" (Zhao et al., 2020), with their own layout.
 
 A 1x1 convolution of the image, then five stages. A stage starts with a transition, 2x2 max-pooling and a 1x1
 convolution to its width; its blocks are norm, ReLU, attention, norm, ReLU and a 1x1 convolution beside a plain
@@ -55,7 +55,11 @@ class SANSettings:
             others = replace(last, d=depth - 1, block_kwargs={"window": window})
             stages.append((others, last) if depth > 1 else (last,))
         return ByoModelCfg(
-            blocks=tuple(stages), stem_type="3x3", stem_chs=self.stem_width, self_attn_layer=self.attention
+            blocks=tuple(stages),
+            stem_type="3x3",
+            stem_pool="",
+            stem_chs=self.stem_width,
+            self_attn_layer=self.attention,
         )
 
 
