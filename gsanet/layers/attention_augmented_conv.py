@@ -8,6 +8,8 @@ relative height and the relative width:
 where r_{b-a} is the sum of an embedding of the vertical and one of the horizontal offset, shared by the heads.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -77,7 +79,7 @@ class AttentionAugmentedConv(RelativeTables):
             downsample,
         )
         self.dim_key, self.dim_value = num_heads * key, num_heads * value
-        factory = {"bias": False, "device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.conv = nn.Conv2d(dim, dim_out - self.dim_value, 3, stride, 1, **factory)
         self.qkv = nn.Conv2d(dim, 2 * self.dim_key + self.dim_value, 1, **factory)
         self.proj = nn.Conv2d(self.dim_value, self.dim_value, 1, **factory)

@@ -10,6 +10,8 @@ evaluated as 2 q k - k^2, the score that differs from it by q^2, which is the sa
 softmax. A neighbour outside the map takes no part.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,8 +28,8 @@ class LocalRelation(Attention):
     aggregation, which gives LR-Net-50's printed parameters and operations (none: 3 M parameters fewer; behind a strided
     aggregation: 0.5 G operations fewer); the geometry network as wide inside as it is outside.
 
-    Memory: three tensors of dim_out / share x window^2 scores an output pixel at the peak, two in float32 where the input
-    is half; the neighbourhoods are never unfolded.
+    Memory: three tensors of dim_out / share x window^2 scores an output pixel at the peak, two of them in float32
+    where the input is half; the neighbourhoods are never unfolded.
 
     Args:
         dim: Input channels.
@@ -67,7 +69,7 @@ class LocalRelation(Attention):
         check_window(window)
         self.dim, self.dim_out, self.stride, self.share, self.window = dim, dim_out, stride, share, window
         groups = dim_out // share
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.query = nn.Conv2d(dim, groups, 1, bias=False, **factory)
         self.key = nn.Conv2d(dim, groups, 1, bias=False, **factory)
         # No bias at the end: the same number for all neighbours would cancel in the softmax.
@@ -89,17 +91,17 @@ class LocalRelation(Attention):
     def forward(self, x: Tensor) -> Tensor:
         """From (batch, dim, height, width) to (batch, dim_out, height / stride, width / stride), channels-last."""
         check_feature_map(x, self.dim)
-        options = {"window": self.window, "stride": self.stride, "padding": self.window // 2}
-        skip = (slice(None, None, self.stride),) * 2
+        options: dict[str, Any] = {"window": self.window, "stride": self.stride, "padding": self.window // 2}
         pixels = x.permute(0, 2, 3, 1)  # b, x, y, c
-        q = F.linear(pixels[(slice(None), *skip)], self.query.weight.flatten(1))
+        q = F.linear(pixels[:, :: self.stride, :: self.stride], self.query.weight.flatten(1))
         k = F.linear(pixels, self.key.weight.flatten(1))
         # One number a group is little to store, and squares are large: not in half precision.
         q, k = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (q, k))
         score = local_scores(
             torch.stack((2 * q, torch.ones_like(q)), dim=-1), torch.stack((k, -k.square()), dim=-1), **options
         )
-        hidden = outside((x.shape[2], x.shape[3]), self.window, x.device)[skip].unsqueeze(2)
+        hidden = outside((x.shape[2], x.shape[3]), self.window, x.device)
+        hidden = hidden[:: self.stride, :: self.stride, None]
         weights = (
             (score + self.prior().to(score.dtype)).masked_fill_(hidden, -torch.inf).softmax(dim=-1)
         )  # b, x, y, g, o

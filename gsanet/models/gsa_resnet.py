@@ -140,6 +140,8 @@ class GSAResNet(ByobNet):
             timm's: `num_classes`, `in_chans`, `drop_rate`, `drop_path_rate`, `global_pool`, ...
     """
 
+    stem: Any
+
     def __init__(
         self,
         cfg: ResNetSettings,
@@ -159,7 +161,7 @@ class GSAResNet(ByobNet):
         super().__init__(byo, output_stride=output_stride * timms_stride // stride, **kwargs)
         for info in self.feature_info:
             info["reduction"] = info["reduction"] * stride // timms_stride
-        factory = {name: kwargs.get(name) for name in ("device", "dtype")}
+        factory: dict[str, Any] = {name: kwargs.get(name) for name in ("device", "dtype")}
         self._make_stem(settings.stem, byo.stem_chs, factory)
         for block in self.modules():
             if isinstance(block, SelfAttnBlock) and getattr(block.self_attn, "normalised", False):

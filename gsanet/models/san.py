@@ -93,7 +93,7 @@ class SANBlock(nn.Module):
         **others: Any,
     ):
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         transition: list[nn.Module] = []
         if stride > 1:
             transition.append(nn.MaxPool2d(stride, ceil_mode=True))
@@ -136,7 +136,7 @@ class SAN(ByobNet):
         settings = replace(cfg, **take(kwargs, [field.name for field in fields(SANSettings)]))
         # timm's stem has a stride of 2, ours none: what timm counts from it is halved.
         super().__init__(settings.to_byo(), output_stride=2 * output_stride, **kwargs)
-        factory = {name: kwargs.get(name) for name in ("device", "dtype")}
+        factory: dict[str, Any] = {name: kwargs.get(name) for name in ("device", "dtype")}
         self.stem = ConvNormAct(self.in_chans, settings.stem_width, 1, **factory)
         for info in self.feature_info:
             info["reduction"] //= 2
