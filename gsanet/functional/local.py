@@ -13,6 +13,7 @@ size of one map exist, where unfolding would hold n * n copies of it. As custom 
 channel, also where the window hangs over the border.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,7 +72,7 @@ def local_scores(q: Tensor, k: Tensor, window: int, stride: int = 1, padding: in
     """The product of each q with its neighbours' k: (batch, x', y', head, offset)."""
     scores = q.new_zeros(*q.shape[:4], window * window)
     for o, here, there in _offsets(q, k, window, stride, padding):
-        scores[(*here, slice(None), o)] = (q[here] * k[there]).sum(-1)
+        scores[here][..., o] = (q[here] * k[there]).sum(-1)
     return scores
 
 
@@ -80,7 +81,7 @@ def local_mix(weights: Tensor, v: Tensor, window: int, stride: int = 1, padding:
     """The sum of the neighbours' v with (batch, x', y', head, offset) weights: (batch, x', y', head, channel)."""
     out = v.new_zeros(*weights.shape[:4], v.shape[4], dtype=_sum_dtype(v))
     for o, here, there in _offsets(weights, v, window, stride, padding):
-        out[here] += weights[(*here, slice(None), slice(o, o + 1))] * v[there]
+        out[here] += weights[here][..., o : o + 1] * v[there]
     return out.to(v.dtype)
 
 
@@ -91,7 +92,7 @@ def local_spread(
     """Each q given to its neighbours on a map of height x width: the transpose of `local_mix`."""
     out = q.new_zeros(q.shape[0], height, width, *q.shape[3:], dtype=_sum_dtype(q))
     for o, here, there in _offsets(weights, out, window, stride, padding):
-        out[there] += weights[(*here, slice(None), slice(o, o + 1))] * q[here]
+        out[there] += weights[here][..., o : o + 1] * q[here]
     return out.to(q.dtype)
 
 
@@ -141,20 +142,20 @@ local_mix.register_autograd(_mix_backward, setup_context=_remember)
 local_spread.register_autograd(_spread_backward, setup_context=_remember)
 
 
-def _cost(batch: int, x: int, y: int, heads: int, channels: int, window: int) -> int:
-    return 2 * batch * x * y * heads * channels * window**2
+def _cost(pixels_and_heads: Any, channels: int, window: int) -> int:
+    return 2 * math.prod(pixels_and_heads) * channels * window**2
 
 
 @register_flop_formula(torch.ops.gsanet.local_scores)
 def _scores_flops(q_shape: Any, k_shape: Any, window: int, *args: Any, **kwargs: Any) -> int:
-    return _cost(*q_shape, window)
+    return _cost(q_shape[:4], q_shape[4], window)
 
 
 @register_flop_formula(torch.ops.gsanet.local_mix)
 def _mix_flops(weights_shape: Any, v_shape: Any, window: int, *args: Any, **kwargs: Any) -> int:
-    return _cost(*weights_shape[:4], v_shape[4], window)
+    return _cost(weights_shape[:4], v_shape[4], window)
 
 
 @register_flop_formula(torch.ops.gsanet.local_spread)
 def _spread_flops(weights_shape: Any, q_shape: Any, height: int, width: int, window: int, *_: Any, **__: Any) -> int:
-    return _cost(*q_shape, window)
+    return _cost(q_shape[:4], q_shape[4], window)

@@ -8,7 +8,7 @@ relative height and the relative width:
 where r_{b-a} is the sum of an embedding of the vertical and one of the horizontal offset, shared by the heads.
 """
 
-import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,8 @@ class AttentionAugmentedConv(RelativeTables):
 
     The paper gives keys the fraction kappa = 0.2 and values the fraction upsilon = 0.1 of the output channels, with at
     least 20 channels of keys a head. It leaves open how a fraction is rounded and how attention follows a stride.
-    Chosen: values are rounded down to a multiple of the heads (at least one a head), and a stride is taken before
-    attention, by the 3x3 average pooling that the paper uses to make a map smaller. This gives the printed counts.
+    Chosen: a head's channels are rounded to the nearest number, and a stride is taken before attention, by the 3x3
+    average pooling that the paper uses to make a map smaller. This gives the printed parameters.
 
     Memory: the scores, num_heads x (height x width)^2 numbers an image, of the map that is attended over; there are
     two such tensors at the peak, and a third with autograd.
@@ -68,8 +68,8 @@ class AttentionAugmentedConv(RelativeTables):
             raise ValueError(f"stride and downsample must be powers of 2, got {stride} and {downsample}")
         if min(dim, num_heads) < 1 or dim_out <= num_heads:
             raise ValueError(f"dim_out must exceed the number of heads, got {dim_out} for {num_heads} heads")
-        key = max(20, round(key_ratio * dim_out) // num_heads)  # of one head
-        value = max(1, math.floor(value_ratio * dim_out) // num_heads)
+        key = max(20, round(key_ratio * dim_out / num_heads))  # of one head
+        value = max(1, round(value_ratio * dim_out / num_heads))
         super().__init__(feat_size, key, keep_reach=keep_reach, reduction=reduction, device=device, dtype=dtype)
         self.dim, self.dim_out, self.stride, self.num_heads, self.downsample = (
             dim,
@@ -79,7 +79,7 @@ class AttentionAugmentedConv(RelativeTables):
             downsample,
         )
         self.dim_key, self.dim_value = num_heads * key, num_heads * value
-        factory = {"bias": False, "device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.conv = nn.Conv2d(dim, dim_out - self.dim_value, 3, stride, 1, **factory)
         self.qkv = nn.Conv2d(dim, 2 * self.dim_key + self.dim_value, 1, **factory)
         self.proj = nn.Conv2d(self.dim_value, self.dim_value, 1, **factory)

@@ -114,7 +114,7 @@ class LineAttention(nn.Module):
 
     def forward(self, feature_map: Tensor, rel: Tensor) -> Tensor:
         """From (batch, dim, x, y) to (batch, dim_out, x, y) along x; `rel` is (2 * length - 1, r^q | r^k | r^v)."""
-        batch, _, length, lines = feature_map.shape
+        length = feature_map.shape[2]
         projected = self.norm_qkv(self.qkv(feature_map)).unflatten(1, (self.num_heads, -1))  # b, n, q | k | v, x, y
         width = projected.shape[2] // 4
         q, k, v = projected.split((width, width, 2 * width), dim=2)

@@ -11,6 +11,8 @@ the projection to q starts smaller here by that factor. It leaves the border ope
 part.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -127,18 +129,13 @@ class AttentionStem(Attention):
         if dim_out % (2 * num_heads):
             raise ValueError(f"dim_out must be divisible by twice the number of heads, got {dim_out} for {num_heads}")
         self.in_chans, self.dim_out, self.num_heads, self.mixture = in_chans, dim_out, num_heads, mixture
-        self.qkv = nn.Conv2d(in_chans, (2 + mixture) * dim_out, 1, bias=False, device=device, dtype=dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.qkv = nn.Conv2d(in_chans, (2 + mixture) * dim_out, 1, bias=False, **factory)
         offsets, half = 2 * self.block - 1, dim_out // num_heads // 2
-        shapes = {
-            "rel_x": (offsets, half),
-            "rel_y": (offsets, half),
-            "place_x": (self.block, dim_out),
-            "place_y": (self.block, dim_out),
-            "mixer": (mixture, dim_out),
-        }
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
-        self.norm = nn.BatchNorm2d(dim_out, device=device, dtype=dtype)
+        self.rel_x, self.rel_y = (nn.Parameter(torch.empty(offsets, half, **factory)) for _ in range(2))
+        self.place_x, self.place_y = (nn.Parameter(torch.empty(self.block, dim_out, **factory)) for _ in range(2))
+        self.mixer = nn.Parameter(torch.empty(mixture, dim_out, **factory))
+        self.norm = nn.BatchNorm2d(dim_out, **factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -146,8 +143,8 @@ class AttentionStem(Attention):
         nn.init.normal_(self.qkv.weight, std=self.in_chans**-0.5)
         with torch.no_grad():
             self.qkv.weight[: self.dim_out] *= (2 * self.dim_out / self.num_heads) ** -0.5
-        for name in ("rel_x", "rel_y", "place_x", "place_y"):
-            nn.init.normal_(getattr(self, name))
+        for embedding in (self.rel_x, self.rel_y, self.place_x, self.place_y):
+            nn.init.normal_(embedding)
         nn.init.normal_(self.mixer, std=(2 * self.dim_out) ** -0.5)
         self.norm.reset_parameters()
 

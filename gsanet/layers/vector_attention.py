@@ -172,21 +172,15 @@ class PatchwiseAttention(VectorAttention):
         phi, psi = phi.permute(0, 3, 1, 2), psi.permute(0, 3, 1, 2)
         places = [phi]
         places += [psi[:, :, i : i + height, j : j + width] for i in range(self.window) for j in range(self.window)]
-        norm, total = self.norm, 0
-        if self.training:
-            norm.num_batches_tracked += 1
+        if self.training and self.norm.num_batches_tracked is not None:
+            self.norm.num_batches_tracked.add_(1)
+        statistics = (self.norm.running_mean, self.norm.running_var, self.norm.weight, self.norm.bias)
+        total = torch.zeros((), dtype=phi.dtype, device=phi.device)
         for number, place in enumerate(places):
             part = slice(number * self.dim_relation, (number + 1) * self.dim_relation)
-            place = F.batch_norm(
-                place,
-                norm.running_mean[part],
-                norm.running_var[part],
-                norm.weight[part],
-                norm.bias[part],
-                self.training,
-                norm.momentum,
-                norm.eps,
-            )
+            mean, variance, weight, bias = (None if values is None else values[part] for values in statistics)
+            momentum = self.norm.momentum or 0.0
+            place = F.batch_norm(place, mean, variance, weight, bias, self.training, momentum, self.norm.eps)
             total = total + F.conv2d(F.relu(place, inplace=True), self.reduce.weight[:, part])
         weights = self.gamma(total)  # b, group x offset, x, y
         return weights.unflatten(1, (-1, self.window**2)).permute(0, 3, 4, 1, 2)

@@ -1,4 +1,4 @@
-"""SAN, the networks of "Exploring Self-Attention for Image Recognition" (Zhao et al., 2020), with a layout of their own.
+"""SAN, the networks of "Exploring Self-Attention for Image Recognition" (Zhao et al., 2020), with their own layout.
 
 A 1x1 convolution of the image, then five stages. A stage starts with a transition, 2x2 max-pooling and a 1x1
 convolution to its width; its blocks are norm, ReLU, attention, norm, ReLU and a 1x1 convolution beside a plain
@@ -55,7 +55,11 @@ class SANSettings:
             others = replace(last, d=depth - 1, block_kwargs={"window": window})
             stages.append((others, last) if depth > 1 else (last,))
         return ByoModelCfg(
-            blocks=tuple(stages), stem_type="3x3", stem_chs=self.stem_width, self_attn_layer=self.attention
+            blocks=tuple(stages),
+            stem_type="3x3",
+            stem_pool="",
+            stem_chs=self.stem_width,
+            self_attn_layer=self.attention,
         )
 
 
@@ -89,7 +93,7 @@ class SANBlock(nn.Module):
         **others: Any,
     ):
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         transition: list[nn.Module] = []
         if stride > 1:
             transition.append(nn.MaxPool2d(stride, ceil_mode=True))
@@ -132,7 +136,7 @@ class SAN(ByobNet):
         settings = replace(cfg, **take(kwargs, [field.name for field in fields(SANSettings)]))
         # timm's stem has a stride of 2, ours none: what timm counts from it is halved.
         super().__init__(settings.to_byo(), output_stride=2 * output_stride, **kwargs)
-        factory = {name: kwargs.get(name) for name in ("device", "dtype")}
+        factory: dict[str, Any] = {name: kwargs.get(name) for name in ("device", "dtype")}
         self.stem = ConvNormAct(self.in_chans, settings.stem_width, 1, **factory)
         for info in self.feature_info:
             info["reduction"] //= 2
