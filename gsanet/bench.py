@@ -91,7 +91,7 @@ def bench(
         try:
             model = gsanet.create_model(name, img_size=setting.img_size)
             row.params, row.flops = gsanet.count_parameters(model), gsanet.count_flops(model, setting.img_size)
-            model.to(setting.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            model.to(setting.device).to(memory_format=torch.channels_last)
         except Exception as error:  # whatever is wrong with one network, the others are measured
             row.errors["making"] = _one_line(error)
             continue

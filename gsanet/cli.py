@@ -145,17 +145,17 @@ def bench(
     with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task("", total=1.0)
         rows = measure(names, setting, lambda what, part: bar.update(task, description=what, completed=part))
-    facts = environment(device)
+    facts, size = environment(device), "x".join(map(str, setting.img_size))
     found = {
         "kind": "bench",
-        "setting": {**asdict(setting), "img_size": "x".join(map(str, setting.img_size))},
+        "setting": {**asdict(setting), "img_size": size},
         "environment": facts,
         "networks": [{**asdict(row), "top1": accuracies(row.model, known)} for row in rows],
     }
     if out is not None:
         out.write_text(json.dumps(found, indent=2) + "\n")
     if plot is not None:
-        draw(rows, known, f"{found['setting']['img_size']}, {setting.dtype}, {facts['device']}", plot)
+        draw(rows, known, f"{size}, {setting.dtype}, {facts['device']}", plot)
     if as_json:
         print(json.dumps(found, indent=2))
         return

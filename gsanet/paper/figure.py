@@ -1,9 +1,10 @@
 """The paper's kind of plot: accuracy against parameters, operations and time of one image."""
 
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def draw(rows: Sequence[BenchRow], results: Results, setting: str, file: Path) -
         file: Where to; its ending says the format.
     """
     try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("drawing needs matplotlib: pip install matplotlib") from error
@@ -51,14 +53,21 @@ def draw(rows: Sequence[BenchRow], results: Results, setting: str, file: Path) -
     if not by_dataset:
         raise ValueError("nothing to draw: no accuracy of these networks is known, in the paper's tables or in results")
     figure = Figure(figsize=(13, 4.2 * len(by_dataset)), layout="constrained")
+    FigureCanvasAgg(figure)
     plots: Any = figure.subplots(len(by_dataset), 3, sharey="row", squeeze=False)
+    plots_with_names: list[tuple[Any, list[tuple[str, float, float]]]] = []
     for line, (dataset, points) in zip(plots, by_dataset.items(), strict=True):
         line[0].set_ylabel(f"Top-1 (%)\n{dataset}")
         for plot, (heading, value) in zip(line, _AXES.items(), strict=True):
-            _scatter(plot, [(row.model, value(row), top1) for row, top1 in points if value(row) is not None])
+            named = [(row.model, value(row), top1) for row, top1 in points if value(row) is not None]
+            _scatter(plot, named)
             plot.set_xlabel(heading)
             plot.grid(alpha=0.3)
-    figure.suptitle(f"Time: {setting}", fontsize="small")
+            plots_with_names.append((plot, named))
+    figure.suptitle(f"Parameters, FLOPs and time here: {setting}", fontsize="small")
+    figure.draw_without_rendering()  # so that the places of all points are known
+    for plot, named in plots_with_names:
+        _write_names(plot, named)
     figure.savefig(file, dpi=150)
 
 
@@ -70,10 +79,26 @@ _AXES: dict[str, Any] = {
 
 
 def _scatter(plot: Any, points: list[tuple[str, float, float]]) -> None:
-    """Points with their names; the depths of one family are joined, as in the paper."""
-    for family, group in groupby(sorted(points), key=lambda point: point[0].split("_")[0]):
-        names, x, y = zip(*sorted(group, key=lambda point: point[1]), strict=True)
-        plot.plot(x, y, marker="o", color=COLOURS.get(family, OTHERS))
-        for name, *place in zip(names, x, y, strict=True):
-            plot.annotate(name, place, xytext=(4, 4), textcoords="offset points", fontsize="x-small")
+    """Points, the depths of one family joined, as in the paper."""
+    for family, group in groupby(sorted(points), key=lambda point: re.sub(r"\d+$", "", point[0])):
+        _, x, y = zip(*sorted(group, key=lambda point: point[1]), strict=True)
+        plot.plot(x, y, marker="o", color=COLOURS.get(family.split("_")[0], OTHERS))
     plot.margins(x=0.25, y=0.15)
+
+
+def _write_names(plot: Any, points: list[tuple[str, float, float]]) -> None:
+    """The points' names, each at the first place beside its point where it covers no other name."""
+    taken: list[Any] = []
+    for name, *place in sorted(points):
+        for align, down in product(("left", "right"), (4, -9, 13, -18, 22, -27)):
+            offset = (4 if align == "left" else -4, down)
+            text = plot.annotate(
+                name, place, xytext=offset, textcoords="offset points", fontsize="x-small", horizontalalignment=align
+            )
+            box = text.get_window_extent()
+            if plot.bbox.x0 < box.x0 and box.x1 < plot.bbox.x1 and not any(box.overlaps(other) for other in taken):
+                break
+            text.remove()
+        else:
+            continue
+        taken.append(box)

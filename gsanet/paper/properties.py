@@ -53,16 +53,19 @@ def sees_everything(module: nn.Module, x: Tensor) -> bool:
 def depends_on_content(module: nn.Module, x: Tensor, tolerance: float = 1e-6) -> bool:
     """Content: what a pixel gives to others depends on what it holds, so the output is not affine in it.
 
-    Only outputs outside the pixel's own row and column are asked: along these, GSA's positional attention multiplies
-    what a pixel holds as a value with its own query.
+    Asked of each pixel of a diagonal, since one may fall on the flat side of a ReLU, and only of outputs outside its
+    own row and column: along these, GSA's positional attention multiplies what a pixel holds with its own query.
     """
-    row, column = x.shape[2] // 2, x.shape[3] // 2
-    change = torch.zeros_like(x)
-    change[:, :, row, column] = torch.randn_like(x[:, :, row, column])
-    bend = module(x + change) - 2 * module(x) + module(x - change)
-    bend[:, :, row] = 0
-    bend[:, :, :, column] = 0
-    return _relative(bend, module(x)) > tolerance
+    out = module(x)
+    for place in range(min(x.shape[2:])):
+        change = torch.zeros_like(x)
+        change[:, :, place, place] = torch.randn_like(x[:, :, place, place])
+        bend = module(x + change) - 2 * out + module(x - change)
+        bend[:, :, place] = 0
+        bend[:, :, :, place] = 0
+        if _relative(bend, out) > tolerance:
+            return True
+    return False
 
 
 @torch.no_grad()
@@ -104,7 +107,8 @@ def depends_on_order(module: nn.Module, x: Tensor, tolerance: float = 1e-6) -> b
 def shift_error(module: nn.Module, x: Tensor) -> float:
     """How far moving an object by a pixel, down and to the right, is from moving its output: the relative error.
 
-    The object is the middle third of x, in each direction; the rest of the map is empty.
+    The object is the middle third of x, in each direction; the rest of the map is empty. For modules with a window the
+    other two thirds must be wider than it, lest it meets the border.
     """
     rows, columns = (slice(length // 3, -(-2 * length // 3)) for length in x.shape[2:])
     moved_rows, moved_columns = (slice(part.start + 1, part.stop + 1) for part in (rows, columns))

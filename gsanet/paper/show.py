@@ -82,8 +82,10 @@ def show_table1(printed: PrintedTable, rows: Sequence[Table1Row]) -> Iterator[Re
             yield f"{DIFFERS} {row.network}, {mark}: {why}"
         if row.remark:
             yield f"{row.network}: {row.remark}"
-        if not row.commutes_with:
-            yield f"{row.network}: moving the object changes its output by {100 * (row.shift_error or 0):.0f} %."
+    moved = {row.network: row.shift_error for row in measured if row.shift_error and not row.commutes_with}
+    errors = ", ".join(f"{network} {100 * error:.2g} %" for network, error in moved.items())
+    if moved:
+        yield f"How far moving an object by one pixel is from moving its output: {errors}."
     if len(measured) < len(rows):
         yield f"{NOT_YET} no such network here yet."
 

@@ -104,9 +104,17 @@ def measure(row: PrintedRow, name: str) -> Table1Row:
     if name not in list_models():
         return Table1Row(row.name, name, "", printed, None, "", "", None, {}, "")
     kind = attention_of(name)
-    torch.manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _measure(row.name, name, kind, printed)
+
+
+def _measure(row: str, name: str, kind: type[Attention], printed: dict[str, bool | str]) -> Table1Row:
     module = properties.small_module(kind)
     x = torch.randn(1, 16, 9, 8, dtype=torch.float64)
+    # Large enough for a window of 7x7 around an object in the middle.
+    large_module = properties.small_module(kind, feat_size=(21, 18))
+    large = torch.randn(1, 16, 21, 18, dtype=torch.float64)
     placed = placement(name, TWIN)
     measured: dict[str, bool | str] = {
         "global": properties.sees_everything(module, x),
@@ -120,14 +128,14 @@ def measure(row: PrintedRow, name: str) -> Table1Row:
     elif properties.commutes_with_shuffling_lines(module, x):
         shuffle = "lines"
     return Table1Row(
-        name=row.name,
+        name=row,
         network=name,
         module=kind.__name__,
         printed=printed,
         measured=measured,
         where=str(placed),
         shuffle=shuffle,
-        shift_error=properties.shift_error(module, x),
+        shift_error=properties.shift_error(large_module, large),
         differences={
             mark: FINDINGS.get((name, mark), "not explained yet") for mark in MARKS if printed[mark] != measured[mark]
         },
