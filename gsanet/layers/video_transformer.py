@@ -72,6 +72,8 @@ class VideoTransformer(Attention):
 
     def encode(self, frames: Tensor) -> Tensor:
         """From frames (batch, time, dim) to (batch, 1 + time, dim_out), the class token first."""
+        if frames.dim() != 3 or frames.shape[2] != self.dim:
+            raise ValueError(f"frames must be (batch, time, {self.dim}), got {tuple(frames.shape)}")
         batch, time = frames.shape[:2]
         if time > self.max_frames:
             raise ValueError(f"a clip of {time} frames is longer than the {self.max_frames} that have a position")
