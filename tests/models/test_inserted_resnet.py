@@ -233,3 +233,25 @@ def test_videoberts_own_size():
 def test_bad_input(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_few_steps_learn(name):
+    """One batch is learnt by heart: every part of the network takes part."""
+    torch.manual_seed(1)
+    options = {"after": {2: (1,)}} if name in PLACES else {"dim_out": 64}
+    if name in ("detr_resnet50", "videobert_resnet50"):
+        options |= {"depth": 2, "dropout": 0.0}
+    model = timm.create_model(
+        name, depths=(1, 1, 1), widths=(16, 32, 64), stem="3x3/1", num_classes=10, **options
+    ).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    x, y = torch.randn(16, 3, 16, 16), torch.arange(16) % 10
+    losses = []
+    for _ in range(20):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
