@@ -73,9 +73,8 @@ class DETRTransformer(Attention):
         """From (batch, dim, height, width) to (batch, dim_out, height, width), channels-last."""
         check_feature_map(x, self.dim)
         size = x.shape[2:]
-        positions = sine_positions(size[0], size[1], self.dim_out, x.device)
         x = self.project(x.flatten(2).transpose(1, 2))  # batch, pixels, dim_out
-        positions = positions.to(x.dtype)
+        positions = sine_positions(size[0], size[1], self.dim_out, x.device, x.dtype)
         for layer in self.layers:
             x = layer(x, positions)
         return x.transpose(1, 2).unflatten(2, size)
@@ -116,17 +115,18 @@ class EncoderLayer(nn.Module):
         return self.norm2(x + self.feedforward(x))
 
 
-def sine_positions(height: int, width: int, channels: int, device: torch.device) -> Tensor:
+def sine_positions(height: int, width: int, channels: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Sines and cosines of rows (first half of the channels) and columns: (height * width, channels).
 
     Both axes run from near 0 to 2 pi whatever the size of the map, and the frequencies fall from 1 to 1 / 10000.
     """
-    frequencies = 10000.0 ** -(torch.arange(channels // 4, device=device) / (channels // 4))
+    wide = torch.promote_types(dtype, torch.float32)
+    frequencies = 10000.0 ** -(torch.arange(channels // 4, device=device, dtype=wide) / (channels // 4))
     axes = []
     for length in (height, width):
-        angles = torch.arange(1, length + 1, device=device) * (2 * math.pi / length)
+        angles = torch.arange(1, length + 1, device=device, dtype=wide) * (2 * math.pi / length)
         angles = angles[:, None] * frequencies
         axes.append(torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1))  # length, channels / 2
     rows = axes[0][:, None].expand(height, width, -1)
     columns = axes[1][None].expand(height, width, -1)
-    return torch.cat([rows, columns], dim=-1).flatten(0, 1)
+    return torch.cat([rows, columns], dim=-1).flatten(0, 1).to(dtype)

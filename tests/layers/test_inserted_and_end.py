@@ -212,11 +212,9 @@ def test_against_the_equation(kind, size):
     inputs = [x, *module.parameters()]
     ours, theirs = module(x), BRUTE[kind](module, x)
     assert ours.shape == theirs.shape == x.shape
-    # DETR's positions are single precision; everything else is double.
-    tolerance = 1e-6 if kind is DETRTransformer else 1e-10
-    assert relative_error(ours, theirs) < tolerance
+    assert relative_error(ours, theirs) < 1e-10
     for mine, brute in zip(gradients(ours, inputs), gradients(theirs, inputs), strict=True):
-        assert_close(mine, brute, rtol=tolerance, atol=tolerance * max(1, brute.abs().max().item()))
+        assert_close(mine, brute, rtol=1e-10, atol=1e-10 * max(1, brute.abs().max().item()))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -308,8 +306,9 @@ def test_criss_cross_scores_are_lines_not_pairs():
 
 
 def test_sine_positions():
-    positions = sine_positions(3, 5, 16, torch.device("cpu"))
-    assert_close(positions.double(), brute_positions(3, 5, 16), rtol=1e-5, atol=1e-5)
+    positions = sine_positions(3, 5, 16, torch.device("cpu"), torch.float64)
+    assert_close(positions, brute_positions(3, 5, 16))
+    assert len(positions.unique(dim=0)) == 15
 
 
 def test_layers_of_the_transformers_start_different():
@@ -338,6 +337,7 @@ def test_bad_maps(kind):
         (lambda: DETRTransformer(16, 12), "divisible by the number of heads, got 12 for 8 heads"),
         (lambda: VideoTransformer(16, 12), "divisible by the number of heads, got 12 for 8 heads"),
         (lambda: VideoTransformer(16, 16, max_frames=4)(torch.randn(1, 16, 5, 1)), "a clip of 5 frames is longer than"),
+        (lambda: VideoTransformer(16, 16).encode(torch.randn(2, 8)), r"must be \(batch, time, 16\), got \(2, 8\)"),
     ],
 )
 def test_bad_arguments(call, words):

@@ -1,6 +1,7 @@
 """Where attention joins the ResNets that keep their convolutions, and clips; the rest is in test_networks.py."""
 
 import copy
+import itertools
 import json
 import subprocess
 import sys
@@ -91,6 +92,28 @@ def test_places_are_open():
     at_the_end = timm.create_model("nonlocal_resnet50", depths=(1, 1), after={}, num_classes=10)
     assert isinstance(at_the_end.final_conv, NonLocal)
     assert at_the_end(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_two_readings_of_efficient_attention_give_the_printed_figures():
+    """All arrangements of equal modules: which print 26.2 M parameters and 9.9 G operations?"""
+    plain = gsanet.create_model("conv_resnet50")
+    params, flops = gsanet.count_parameters(plain), gsanet.count_flops(plain)
+    maps = [(256, 56**2), (512, 28**2), (1024, 14**2), (2048, 7**2)]
+    found = []
+    for fraction, heads in itertools.product([1, 2, 4, 8], [1, 2, 4, 8, 16]):
+        extra = []
+        for channels, pixels in maps:
+            inner = channels // fraction
+            weights = 4 * channels * inner
+            extra.append((weights + 3 * inner + channels, 2 * pixels * (weights + 2 * inner**2 // heads)))
+        for numbers in itertools.product(*(range(depth + 1) for depth in (3, 4, 6, 3))):
+            p = params + sum(n * e[0] for n, e in zip(numbers, extra, strict=True))
+            f = flops + sum(n * e[1] for n, e in zip(numbers, extra, strict=True))
+            if (round(p / 1e6, 1), round(f / 1e9, 1)) == (26.2, 9.9):
+                found.append((fraction, heads, numbers, p, f))
+    assert {(fraction, numbers) for fraction, _, numbers, *_ in found} == {(2, (1, 1, 0, 0)), (4, (2, 2, 0, 0))}
+    model = gsanet.create_model("ea_resnet50")
+    assert (2, 8, (1, 1, 0, 0), gsanet.count_parameters(model), gsanet.count_flops(model)) in found
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -201,8 +224,34 @@ def test_videoberts_own_size():
             lambda: timm.create_model("videobert_resnet50", **SMALL)(torch.randn(3, 32, 32)),
             r"must be a clip \(batch, time, 3, height, width\) or an image .*, got \(3, 32, 32\)",
         ),
+        (
+            lambda: timm.create_model("videobert_resnet50", **SMALL)(torch.randn(1, 0, 3, 32, 32)),
+            "a clip needs at least one frame",
+        ),
     ],
 )
 def test_bad_input(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_few_steps_learn(name):
+    """One batch is learnt by heart: every part of the network takes part."""
+    torch.manual_seed(1)
+    options = {"after": {2: (1,)}} if name in PLACES else {"dim_out": 64}
+    if name in ("detr_resnet50", "videobert_resnet50"):
+        options |= {"depth": 2, "dropout": 0.0}
+    model = timm.create_model(
+        name, depths=(1, 1, 1), widths=(16, 32, 64), stem="3x3/1", num_classes=10, **options
+    ).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    x, y = torch.randn(16, 3, 16, 16), torch.arange(16) % 10
+    losses = []
+    for _ in range(20):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
