@@ -3,15 +3,34 @@
 import pytest
 import torch
 
-from gsanet.layers import AxialAttention, GlobalSelfAttention
+from gsanet.layers import (
+    AttentionAugmentedConv,
+    AxialAttention,
+    GlobalSelfAttention,
+    LocalRelation,
+    PairwiseAttention,
+    PatchwiseAttention,
+    PositionSensitiveAttention,
+    StandAloneAttention,
+)
 from gsanet.paper.properties import commutes_with_shuffling, depends_on_content, sees_everything
 
-MODULES = [GlobalSelfAttention, AxialAttention]
+HEADS = {"num_heads": 2}
+MODULES = {
+    GlobalSelfAttention: HEADS,
+    AxialAttention: HEADS,
+    AttentionAugmentedConv: HEADS,
+    LocalRelation: {},
+    StandAloneAttention: HEADS,
+    PairwiseAttention: {},
+    PatchwiseAttention: {},
+    PositionSensitiveAttention: HEADS,
+}
 
 
 @pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
 def test_row_of_table_1(kind):
-    module = kind(16, feat_size=(9, 8), num_heads=2).double().eval()
+    module = kind(16, feat_size=(9, 8), **MODULES[kind]).double().eval()
     x = torch.randn(1, 16, 9, 8, dtype=torch.float64)
     assert sees_everything(module, x) == kind.properties.everywhere
     assert depends_on_content(module, x) == kind.properties.content
