@@ -37,7 +37,7 @@ class VectorAttention(Attention):
     """
 
     properties = Properties(everywhere=False, content=True, positional=True, combination=Combination.REPLACES)
-    gamma: nn.Module
+    gamma: nn.Sequential
 
     def __init__(
         self,
@@ -165,6 +165,14 @@ class PatchwiseAttention(VectorAttention):
             nn.ReLU(inplace=True),
             nn.Conv2d(groups, groups * self.window**2, 1, **factory),
         )
+
+    def reset_parameters(self) -> None:
+        """As `VectorAttention`; without a softmax, the sum over the window starts no larger than one of its parts."""
+        super().reset_parameters()
+        last = self.gamma[-1]
+        with torch.no_grad():
+            for parameter in last.parameters():
+                parameter /= self.window
 
     def weigh(self, phi: Tensor, psi: Tensor) -> Tensor:
         """Gamma of all of a window's vectors; no softmax."""
