@@ -109,7 +109,7 @@ CHECKPOINTED = {
     "ccnet_resnet50": {"depths": (1, 1, 1)},
     "detr_resnet50": {"depths": (1, 1, 1), "depth": 2},
     "videobert_resnet50": {"depths": (1, 1, 1), "depth": 2},
-    **dict.fromkeys(SHALLOW, {"depths": (1, 2, 1)}),
+    **{name: {"depths": (1, 2, 1)} for name in SHALLOW},
 }
 
 
