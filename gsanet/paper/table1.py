@@ -36,6 +36,10 @@ FINDINGS = {
 
 # What the marks do not say.
 REMARKS = {
+    "cgnl_resnet50": (
+        "Its group normalisation has the groups of its kernel and undoes the factor that attention computes, all but "
+        "the sign: other pixels reach an output mainly through the mean and the variance."
+    ),
     "videobert_resnet50": (
         "Its attention is among the frames of a clip, and that is where it was measured: the pixels of a frame are "
         "averaged before it, and do not attend to each other."
