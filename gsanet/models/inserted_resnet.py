@@ -197,10 +197,10 @@ NETWORKS: dict[str, tuple[InsertedSettings, dict[str, Any]]] = {
     "a2_resnet50": (InsertedSettings(module=DoubleAttention, after=FIVE_BLOCKS), {}),
     # The authors' one block, before the last of res4.
     "cgnl_resnet50": (InsertedSettings(module=CompactNonLocal, after={3: (5,)}), {}),
-    # The paper on efficient attention does not describe the network of which Table 3 prints 26.2 M and 9.9 G. Of
-    # modules at inner widths of 1, 1/2, 1/4 and 1/8 of the map's, with 1 to 16 heads, in any number after the blocks
-    # of each group, two arrangements give both figures: one at half the width after each of groups 1 and 2 with 4 or 8
-    # heads, and two at a quarter of it with 2 or 4. The first is the usual width, and 8 the number of heads in GSA.
+    # The released code has the module but not the network of which Table 3 prints 26.2 M and 9.9 G. Of modules at inner
+    # widths of 1, 1/2, 1/4 and 1/8 of the map's, with 1 to 16 heads, in any number after the blocks of each group, two
+    # arrangements give both figures: one at half the width after each of groups 1 and 2 with 4 or 8 heads, and two at
+    # a quarter of it with 2 or 4. The first is the usual width, and 8 the number of heads in GSA.
     "ea_resnet50": (InsertedSettings(module=EfficientAttention, after={1: (3,), 2: (4,)}), {}),
     # CCNet segments, with a stride of 8 in all (`output_stride=8`); a class of the image needs no such large map.
     "ccnet_resnet50": (InsertedSettings(module=CrissCrossHead), {}),
