@@ -172,7 +172,7 @@ class PatchwiseAttention(VectorAttention):
         last = self.gamma[-1]
         with torch.no_grad():
             for parameter in last.parameters():
-                parameter /= self.window
+                parameter.div_(self.window)
 
     def weigh(self, phi: Tensor, psi: Tensor) -> Tensor:
         """Gamma of all of a window's vectors; no softmax."""

@@ -32,7 +32,8 @@ LR_RESNET50 = replace(
 # Table 3: 18.0 M, 7.2 G. Counted: 18.0 M, 7.2 G with the attention stem; with `stem="7x7/2+maxpool"` 18.0 M, 7.0 G.
 SASA_RESNET50 = replace(RESNET50, attention=StandAloneAttention, stem="attention/4")
 # Table 3: 12.4 M, 5.6 G. Counted: 11.6 M, 5.7 G, which are 2.8 G multiply-adds; twice the rounded figure is the printed
-# one. Widths, the stem's too, are those of the authors' code. The printed parameters remain unexplained.
+# one. Widths, the stem's too, and tables as long as each map needs are those of the authors' code. Tables for lines of
+# 224 pixels, the image's, in every layer would make it 12.4 M; nothing says that they were so long.
 AXIAL_DEEPLAB_S = replace(RESNET50, attention=PositionSensitiveAttention, expansion=2, stem_width=32)
 
 # Name: settings, and what differs in timm's pretrained_cfg.
