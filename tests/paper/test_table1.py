@@ -1,4 +1,6 @@
 import io
+import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -38,6 +40,14 @@ def test_what_the_modules_say_of_themselves_is_what_is_measured(rows):
         properties = module.attention_of(name).properties
         claims = (properties.everywhere, properties.content, properties.positional, properties.combination.value)
         assert tuple(row.measured.values()) == claims, name
+
+
+def test_the_page_on_the_rivals_has_them_all(rows):
+    page = (Path(__file__).parents[2] / "docs" / "rivals.md").read_text()
+    for name in rows:
+        assert f"`{name}`" in page
+    for name in re.findall(r"`(\w+_resnet\d+|san19_\w+|axial_deeplab_\w)`", page):
+        assert name in list_models()
 
 
 def test_what_commutes(rows):
