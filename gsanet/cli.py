@@ -123,7 +123,7 @@ def bench(
 
     from gsanet.bench import BenchSetting, environment
     from gsanet.bench import bench as measure
-    from gsanet.paper.figure import accuracies, draw
+    from gsanet.paper.figure import accuracies, check_drawable, draw
     from gsanet.paper.results import read_results
     from gsanet.paper.show import show_bench
 
@@ -135,12 +135,17 @@ def bench(
     gpu = device == "cuda"
     setting = BenchSetting(
         img_size=_parse_size(img_size) or (224, 224),
-        batch=batch or (64 if gpu else 2),
+        batch=(64 if gpu else 2) if batch is None else batch,
         device=device,
         dtype=dtype or ("bfloat16" if gpu else "float32"),
         seconds=seconds,
     )
     known = read_results(results)
+    for file in (out, plot):
+        if file is not None and not file.parent.is_dir():
+            raise ValueError(f"there is no folder {file.parent} to write {file.name} into")
+    if plot is not None:
+        check_drawable(names, known)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task("", total=1.0)

@@ -162,5 +162,6 @@ def test_command(tmp_path):
         text=True,
         check=True,
     )
+    assert not done.stderr.strip()
     assert json.loads(done.stdout) == json.loads(out.read_text())
     assert len(read_results(tmp_path).latencies) == 2  # what it writes is what the tables read

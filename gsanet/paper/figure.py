@@ -1,5 +1,6 @@
 """The paper's kind of plot: accuracy against parameters, operations and time of one image."""
 
+import importlib.util
 import re
 import statistics
 from collections import defaultdict
@@ -31,6 +32,14 @@ def accuracies(model: str, results: Results) -> dict[str, float]:
     return known | {dataset: statistics.fmean(values) for dataset, values in measured.items()}
 
 
+def check_drawable(models: Sequence[str], results: Results) -> None:
+    """Say at once, and not after a long measurement, why there would be no plot."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("drawing needs matplotlib: pip install matplotlib")
+    if not any(accuracies(model, results) for model in models):
+        raise ValueError("nothing to draw: no accuracy of these networks is known, in the paper's tables or in results")
+
+
 def draw(rows: Sequence[BenchRow], results: Results, setting: str, file: Path) -> None:
     """Draw one line of three plots for each data set that accuracies are known on.
 
@@ -40,18 +49,14 @@ def draw(rows: Sequence[BenchRow], results: Results, setting: str, file: Path) -
         setting: What the times were measured at, in words.
         file: Where to; its ending says the format.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("drawing needs matplotlib: pip install matplotlib") from error
+    check_drawable([row.model for row in rows], results)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     by_dataset: dict[str, list[tuple[BenchRow, float]]] = defaultdict(list)
     for row in rows:
         for dataset, top1 in accuracies(row.model, results).items():
             by_dataset[dataset].append((row, top1))
-    if not by_dataset:
-        raise ValueError("nothing to draw: no accuracy of these networks is known, in the paper's tables or in results")
     figure = Figure(figsize=(13, 4.2 * len(by_dataset)), layout="constrained")
     FigureCanvasAgg(figure)
     plots: Any = figure.subplots(len(by_dataset), 3, sharey="row", squeeze=False)
