@@ -73,23 +73,30 @@ class BenchRow:
     inference_memory: int | None = None
     errors: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """The network's name and options, as one types them."""
+        return ", ".join([self.model, *(f"{name}={value}" for name, value in self.model_kwargs.items())])
+
 
 def bench(
-    models: Sequence[str], setting: BenchSetting, progress: Callable[[str, float], None] = lambda what, part: None
+    networks: Sequence[tuple[str, dict[str, Any]]],
+    setting: BenchSetting,
+    progress: Callable[[str, float], None] = lambda what, part: None,
 ) -> list[BenchRow]:
     """Measure networks, in turns.
 
     Args:
-        models: Names, as `gsanet.list_models` gives them.
+        networks: Names, as `gsanet.list_models` gives them, and options of each.
         setting: What they are measured at.
         progress: Called with what is being done and how far that is, from 0 to 1.
     """
-    rows = {name: BenchRow(name) for name in models}
+    rows = {row.name: row for row in (BenchRow(model, options) for model, options in networks)}
     steps: dict[str, dict[str, Callable[[], object]]] = {"training": {}, "inference": {}, "latency": {}}
     for number, (name, row) in enumerate(rows.items()):
         progress(f"making {name}", number / len(rows))
         try:
-            model = gsanet.create_model(name, img_size=setting.img_size)
+            model = gsanet.create_model(row.model, img_size=setting.img_size, **row.model_kwargs)
             row.params, row.flops = gsanet.count_parameters(model), gsanet.count_flops(model, setting.img_size)
             model.to(setting.device).to(memory_format=torch.channels_last)
         except Exception as error:  # whatever is wrong with one network, the others are measured

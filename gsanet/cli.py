@@ -108,6 +108,7 @@ def info(
 @app.command()
 def bench(
     models: Annotated[list[str] | None, typer.Option(help="Names or patterns. Default: '*_resnet50'.")] = None,
+    table: Annotated[int | None, typer.Option(help="The networks of this table of the paper.", min=1, max=6)] = None,
     img_size: Annotated[str, typer.Option(help="Image size, as 224 or 160x96 (height x width).")] = "224",
     batch: Annotated[int | None, typer.Option(help="Batch size. Default: 64 on a GPU, else 2.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = "",
@@ -124,13 +125,17 @@ def bench(
     from gsanet.bench import BenchSetting, environment
     from gsanet.bench import bench as measure
     from gsanet.paper.figure import accuracies, check_drawable, draw
+    from gsanet.paper.printed import Network, printed_table
     from gsanet.paper.results import read_results
     from gsanet.paper.show import show_bench
 
-    patterns = models or ["*_resnet50"]
-    names = list(dict.fromkeys(name for pattern in patterns for name in gsanet.list_models(pattern)))
-    if not names:
+    patterns = models or ([] if table else ["*_resnet50"])
+    networks = [Network(name) for pattern in patterns for name in gsanet.list_models(pattern)]
+    if table is not None:
+        networks += [row.network for row in printed_table(table).rows]
+    if not networks:
         raise ValueError(f"no network matches {', '.join(map(repr, patterns))}: `gsanet models` lists them all")
+    networks = list(dict.fromkeys(networks))
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     gpu = device == "cuda"
     setting = BenchSetting(
@@ -145,17 +150,20 @@ def bench(
         if file is not None and not file.parent.is_dir():
             raise ValueError(f"there is no folder {file.parent} to write {file.name} into")
     if plot is not None:
-        check_drawable(names, known)
+        check_drawable(networks, known)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task("", total=1.0)
-        rows = measure(names, setting, lambda what, part: bar.update(task, description=what, completed=part))
+        pairs = [(network.model, network.kwargs) for network in networks]
+        rows = measure(pairs, setting, lambda what, part: bar.update(task, description=what, completed=part))
     facts, size = environment(device), "x".join(map(str, setting.img_size))
     found = {
         "kind": "bench",
         "setting": {**asdict(setting), "img_size": size},
         "environment": facts,
-        "networks": [{**asdict(row), "top1": accuracies(row.model, known)} for row in rows],
+        "networks": [
+            {**asdict(row), "top1": accuracies(network, known)} for network, row in zip(networks, rows, strict=True)
+        ],
     }
     if out is not None:
         out.write_text(json.dumps(found, indent=2) + "\n")

@@ -13,6 +13,7 @@ import gsanet
 from gsanet import bench as module
 from gsanet.bench import BenchRow, BenchSetting, TrainingStep, bench, milliseconds, saved_bytes
 from gsanet.paper.figure import PRINTED, accuracies, draw
+from gsanet.paper.printed import Network
 from gsanet.paper.results import Results, read_results
 from gsanet.paper.show import show_bench
 
@@ -22,7 +23,7 @@ SMALL = BenchSetting(img_size=(16, 16), batch=2, seconds=0.01)
 
 @pytest.fixture(scope="module")
 def rows():
-    return bench(TINY, SMALL)
+    return bench([(name, {}) for name in TINY], SMALL)
 
 
 def test_all_is_measured(rows):
@@ -59,7 +60,8 @@ def test_a_network_that_fails_is_reported_and_the_rest_goes_on(monkeypatch):
     monkeypatch.setattr(module.gsanet, "create_model", pretend)
     said = []
     setting = BenchSetting(img_size=(16, 16), batch=2, seconds=0.01)
-    absent, full, tiny = bench(["absent", "full", TINY[0]], setting, lambda what, part: said.append((what, part)))
+    networks = [("absent", {}), ("full", {}), (TINY[0], {"groups": ()})]
+    absent, full, tiny = bench(networks, setting, lambda what, part: said.append((what, part)))
     assert absent.errors == {"making": "no such network"}
     assert full.errors == {"training": "out of memory"}
     assert full.train_images_per_second is None
@@ -70,6 +72,7 @@ def test_a_network_that_fails_is_reported_and_the_rest_goes_on(monkeypatch):
     assert said[-1] == ("done", 1.0)
     text = shown([absent, full, tiny], setting)
     assert "full, training: out of memory" in text
+    assert tiny.name == "conv_resnet26_tiny, groups=()"
 
 
 def shown(rows, setting):
@@ -135,9 +138,13 @@ def test_bad_settings(options, words):
 
 def test_accuracies(tmp_path):
     results = read_results(write(tmp_path, a=RUN, b={**RUN, "seed": 1, "top1": 49.11}))
-    assert accuracies("gsa_resnet38", results) == {PRINTED: 77.8, "tinyimagenet, measured here": pytest.approx(49.42)}
-    assert accuracies("san19_patchwise", Results()) == {PRINTED: 78.2}
-    assert accuracies("nonlocal_resnet50", Results()) == {}
+    assert accuracies(Network("gsa_resnet38"), results) == {
+        PRINTED: 77.8,
+        "tinyimagenet, measured here": pytest.approx(49.42),
+    }
+    assert accuracies(Network("san19_patchwise"), Results()) == {PRINTED: 78.2}
+    assert accuracies(Network("nonlocal_resnet50"), Results()) == {}
+    assert accuracies(Network("gsa_resnet50", (("groups", (2, 3, 4)),)), Results()) == {PRINTED: 78.7}
 
 
 def test_plot(tmp_path):

@@ -11,32 +11,32 @@ from typing import Any
 
 from gsanet.bench import BenchRow
 from gsanet.paper.printed import Network, printed_tables
-from gsanet.paper.results import Results
+from gsanet.paper.results import Results, plain_network
 
 PRINTED = "ImageNet, as the paper prints"
 COLOURS = {"gsa": "tab:red", "conv": "tab:gray"}
 OTHERS = "tab:blue"
 
 
-def accuracies(model: str, results: Results) -> dict[str, float]:
+def accuracies(network: Network, results: Results) -> dict[str, float]:
     """What is known of a network's top-1 accuracy, in percent: from the paper's tables, and from runs, by data set."""
     known: dict[str, float] = {}
     for table in printed_tables().values():
         for row in table.rows:
-            if row.network == Network(model) and (top1 := row.number("top1")) is not None:
+            if row.network == network and (top1 := row.number("top1")) is not None:
                 known[PRINTED] = top1
     measured = defaultdict(list)
     for run in results.runs:
-        if run.network == Network(model):
+        if run.network == network:
             measured[f"{run.dataset}, measured here"].append(run.top1)
     return known | {dataset: statistics.fmean(values) for dataset, values in measured.items()}
 
 
-def check_drawable(models: Sequence[str], results: Results) -> None:
+def check_drawable(networks: Sequence[Network], results: Results) -> None:
     """Say at once, and not after a long measurement, why there would be no plot."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("drawing needs matplotlib: pip install matplotlib")
-    if not any(accuracies(model, results) for model in models):
+    if not any(accuracies(network, results) for network in networks):
         raise ValueError("nothing to draw: no accuracy of these networks is known, in the paper's tables or in results")
 
 
@@ -49,13 +49,13 @@ def draw(rows: Sequence[BenchRow], results: Results, setting: str, file: Path) -
         setting: What the times were measured at, in words.
         file: Where to; its ending says the format.
     """
-    check_drawable([row.model for row in rows], results)
+    check_drawable([plain_network(row.model, row.model_kwargs) for row in rows], results)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     by_dataset: dict[str, list[tuple[BenchRow, float]]] = defaultdict(list)
     for row in rows:
-        for dataset, top1 in accuracies(row.model, results).items():
+        for dataset, top1 in accuracies(plain_network(row.model, row.model_kwargs), results).items():
             by_dataset[dataset].append((row, top1))
     figure = Figure(figsize=(13, 4.2 * len(by_dataset)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -64,7 +64,7 @@ def draw(rows: Sequence[BenchRow], results: Results, setting: str, file: Path) -
     for line, (dataset, points) in zip(plots, by_dataset.items(), strict=True):
         line[0].set_ylabel(f"Top-1 (%)\n{dataset}")
         for plot, (heading, value) in zip(line, _AXES.items(), strict=True):
-            named = [(row.model, value(row), top1) for row, top1 in points if value(row) is not None]
+            named = [(row.name, value(row), top1) for row, top1 in points if value(row) is not None]
             _scatter(plot, named)
             plot.set_xlabel(heading)
             plot.grid(alpha=0.3)

@@ -25,8 +25,8 @@ NOTES = {
         "which the paper on local relations says nothing."
     ),
     "san19_patchwise": (
-        "Their own paper prints 3.3 G multiply-adds; counted here are 3.1 G. With norms, ReLUs and shortcuts, which are "
-        "not counted for any network here, they would be 3.2 G."
+        "Their own paper prints 3.3 G multiply-adds; counted here are 3.1 G. With norms, ReLUs and shortcuts, which "
+        "are not counted for any network here, they would be 3.2 G."
     ),
     "axial_deeplab_s": (
         "Counted are 2.8 G multiply-adds, the figure of their own paper, and twice the rounded figure is the printed "

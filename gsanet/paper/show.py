@@ -161,7 +161,7 @@ def show_bench(rows: Sequence[BenchRow], setting: BenchSetting, facts: dict[str,
         table.add_column(f"{heading}\n({unit})", justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            row.model,
+            row.name,
             _figure(row.params, 1e6, 2),
             _figure(row.flops, 1e9, 2),
             _figure(row.train_images_per_second, 1, 1),
@@ -175,7 +175,7 @@ def show_bench(rows: Sequence[BenchRow], setting: BenchSetting, facts: dict[str,
     yield f"Memory: {kept}, at batch {setting.batch}. The networks took turns; medians."
     for row in rows:
         for what, error in row.errors.items():
-            yield f"[red]{row.model}, {what}[/]: {error}"
+            yield f"[red]{row.name}, {what}[/]: {error}"
 
 
 def _figure(value: float | None, unit: float, digits: int) -> str:
