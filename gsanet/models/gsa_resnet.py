@@ -17,8 +17,9 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, SelfAttnBlock
 from torch import Tensor, nn
 
-from gsanet.layers import AttentionStem, AxialAttention, GlobalSelfAttention, LocalRelation
+from gsanet.layers import AxialAttention, GlobalSelfAttention, LocalRelation
 from gsanet.layers.relative import RelativeTables, resize_table
+from gsanet.layers.stand_alone_attention import AttentionStem
 
 __all__ = ["NETWORKS", "GSAResNet", "ResNetSettings", "fit_state_dict"]
 
@@ -149,7 +150,7 @@ class GSAResNet(ByobNet):
         output_stride: int = 32,
         **kwargs: Any,
     ):
-        settings = replace(cfg, **take(kwargs, [field.name for field in fields(ResNetSettings)]))
+        settings = replace(cfg, **take(kwargs, [field.name for field in fields(cfg)]))
         if settings.attention is AxialAttention and not kwargs.get("content", True):
             # Table 2: axial attention without content is the GSA module's own positional attention.
             settings = replace(settings, attention=GlobalSelfAttention)
@@ -276,14 +277,16 @@ NETWORKS: dict[str, tuple[ResNetSettings, dict[str, Any]]] = {
 default_cfgs = generate_default_cfgs({name: network_cfg(*network) for name, network in NETWORKS.items()})
 
 
-def entry_point(name: str, settings: ResNetSettings, module: str) -> Callable[..., nn.Module]:
+def entry_point(
+    name: str, settings: ResNetSettings, module: str, network: type[GSAResNet] = GSAResNet
+) -> Callable[..., nn.Module]:
     """The function behind a name, registered with timm as one of the module's."""
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        chosen = {name: kwargs[name] for name in ("depths", "stem", "groups") if name in kwargs}
+        chosen = {field.name: kwargs[field.name] for field in fields(settings) if field.name in kwargs}
         features = range(replace(settings, **chosen).num_features)
         return build_model_with_cfg(
-            GSAResNet,
+            network,
             name,
             pretrained,
             model_cfg=settings,
@@ -294,7 +297,7 @@ def entry_point(name: str, settings: ResNetSettings, module: str) -> Callable[..
 
     create.__name__ = create.__qualname__ = name
     create.__module__ = module
-    create.__doc__ = f"`{name}`: options as in `GSAResNet`."
+    create.__doc__ = f"`{name}`: options as in `{network.__name__}`."
     return register_model(create)
 
 

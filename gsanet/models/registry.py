@@ -6,7 +6,12 @@ from typing import Any
 import timm
 from torch import nn
 
-MODULES = ["attention_resnet", "gsa_resnet", "san"]  # the files of this package that register networks
+MODULES = [
+    "attention_resnet",
+    "gsa_resnet",
+    "inserted_resnet",
+    "san",
+]  # the files of this package that register networks
 
 
 def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:

@@ -3,34 +3,16 @@
 import pytest
 import torch
 
-from gsanet.layers import (
-    AttentionAugmentedConv,
-    AxialAttention,
-    GlobalSelfAttention,
-    LocalRelation,
-    PairwiseAttention,
-    PatchwiseAttention,
-    PositionSensitiveAttention,
-    StandAloneAttention,
-)
-from gsanet.paper.properties import commutes_with_shuffling, depends_on_content, sees_everything
+from gsanet import layers
+from gsanet.layers import CrissCrossAttention, GlobalSelfAttention
+from gsanet.paper.properties import commutes_with_shuffling, depends_on_content, sees_everything, small_module
 
-HEADS = {"num_heads": 2}
-MODULES = {
-    GlobalSelfAttention: HEADS,
-    AxialAttention: HEADS,
-    AttentionAugmentedConv: HEADS,
-    LocalRelation: {},
-    StandAloneAttention: HEADS,
-    PairwiseAttention: {},
-    PatchwiseAttention: {},
-    PositionSensitiveAttention: HEADS,
-}
+MODULES = [getattr(layers, name) for name in layers.__all__]
 
 
 @pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
 def test_row_of_table_1(kind):
-    module = kind(16, feat_size=(9, 8), **MODULES[kind]).double().eval()
+    module = small_module(kind)
     x = torch.randn(1, 16, 9, 8, dtype=torch.float64)
     assert sees_everything(module, x) == kind.properties.everywhere
     assert depends_on_content(module, x) == kind.properties.content
@@ -46,3 +28,14 @@ def test_measurements_can_say_no():
     content = GlobalSelfAttention(16, feat_size=(9, 8), num_heads=2, column=False, row=False).double().eval()
     assert sees_everything(content, x)
     assert commutes_with_shuffling(content, x)
+
+
+def test_criss_cross_attention_knows_only_who_shares_a_line():
+    """The paper marks it as content only; it is, but for which pixels share a row or a column."""
+    x = torch.randn(1, 16, 9, 8, dtype=torch.float64)
+    module = small_module(CrissCrossAttention)
+    rows, columns = torch.randperm(9), torch.randperm(8)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x[:, :, rows][..., columns]), module(x)[:, :, rows][..., columns])
+        assert not commutes_with_shuffling(module, x)
+    assert not sees_everything(CrissCrossAttention(16, recurrence=1).double(), x)

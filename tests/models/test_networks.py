@@ -12,10 +12,10 @@ from torch.testing import assert_close
 import gsanet
 from gsanet.functional import use_backend
 from gsanet.layers import AttentionAugmentedConv, AxialAttention, PatchwiseAttention
-from gsanet.models import attention_resnet, fit_state_dict, gsa_resnet, san
+from gsanet.models import fit_state_dict
 from gsanet.models.gsa_resnet import ResNetSettings
 
-NAMES = [*gsa_resnet.NETWORKS, *attention_resnet.NETWORKS, *san.NETWORKS]
+NAMES = gsanet.list_models()
 SMALL = {"num_classes": 10, "img_size": 64}
 # One of each kind, for what is told by a few blocks.
 SHALLOW = ("aa_resnet50", "lr_resnet50", "sasa_resnet50", "axial_deeplab_s", "san19_pairwise", "san19_patchwise")
@@ -40,6 +40,13 @@ COUNTS = {
     "axial_deeplab_s": (11_586_216, 5.686),
     "san19_pairwise": (17_574_608, 7.272),
     "san19_patchwise": (20_497_438, 6.260),
+    "nonlocal_resnet50": (32_907_304, 13.784),
+    "a2_resnet50": (32_911_400, 13.316),
+    "cgnl_resnet50": (27_197_480, 8.821),
+    "ea_resnet50": (26_214_312, 9.874),  # Table 3: 26.2 M, 9.9 G
+    "ccnet_resnet50": (47_945_384, 10.553),
+    "detr_resnet50": (32_180_008, 9.012),
+    "videobert_resnet50": (37_943_336, 8.228),
 }
 
 
@@ -74,8 +81,8 @@ def test_other_inputs_and_heads(name):
         assert model(x).shape == (1, 5)
         assert model.num_classes == 5
         model.reset_classifier(0)
-        assert model(x).shape == (1, model.num_features)
-        assert model(x[..., :64, :96]).shape == (1, model.num_features)  # smaller than it was made for
+        assert model(x).shape == (1, model.head_hidden_size)
+        assert model(x[..., :64, :96]).shape == (1, model.head_hidden_size)  # smaller than it was made for
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,14 +105,30 @@ def test_features(name):
     assert_close(intermediates[-1], final)
 
 
-@pytest.mark.parametrize("name", ["gsa_resnet26", "gsa_resnet26_tiny", "axial_resnet50", "conv_resnet26", *SHALLOW])
+# Few blocks are enough where there are many.
+CHECKPOINTED = {
+    "gsa_resnet26": {},
+    "gsa_resnet26_tiny": {},
+    "axial_resnet50": {"depths": (1, 2, 1)},
+    "conv_resnet26": {},
+    "nonlocal_resnet50": {"depths": (1, 1, 2), "after": {2: (1,), 3: (1, 2)}},
+    "ccnet_resnet50": {"depths": (1, 1, 1)},
+    "detr_resnet50": {"depths": (1, 1, 1), "depth": 2},
+    "videobert_resnet50": {"depths": (1, 1, 1), "depth": 2},
+    **{name: {"depths": (1, 2, 1)} for name in SHALLOW},
+    "aa_resnet50": {"depths": (1, 2, 1), "groups": (2, 3)},
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
 def test_gradient_checkpointing_changes_nothing(name):
-    model = shallow(name, 1, 2, 1, zero_init_last=False, img_size=32).train()
+    model = create(name, zero_init_last=False, img_size=32, **CHECKPOINTED[name]).train()
     x = torch.randn(2, 3, 32, 32)
     grads = []
     for enable in (False, True):
         twin = copy.deepcopy(model)
         twin.set_grad_checkpointing(enable)
+        torch.manual_seed(0)  # for dropout
         twin(x).square().sum().backward()
         grads.append([p.grad for p in twin.parameters()])
     for plain, checkpointed in zip(*grads, strict=True):
@@ -422,7 +445,7 @@ def test_bad_input(call, words):
 
 
 def test_listing():
-    assert set(NAMES) <= set(gsanet.list_models())
+    assert set(COUNTS) < set(NAMES)
     assert gsanet.list_models("gsa_m*") == ["gsa_m_resnet50"]
     assert set(NAMES) <= set(timm.list_models())
     assert gsanet.list_models(pretrained=True) == []
