@@ -11,13 +11,12 @@ from gsanet.layers.global_self_attention import GlobalSelfAttention
 from gsanet.layers.local_relation import LocalRelation
 from gsanet.layers.non_local import NonLocal
 from gsanet.layers.position_sensitive_attention import PositionSensitiveAttention
-from gsanet.layers.stand_alone_attention import AttentionStem, StandAloneAttention
+from gsanet.layers.stand_alone_attention import StandAloneAttention
 from gsanet.layers.vector_attention import PairwiseAttention, PatchwiseAttention
 from gsanet.layers.video_transformer import VideoTransformer
 
 __all__ = [
     "AttentionAugmentedConv",
-    "AttentionStem",
     "AxialAttention",
     "CompactNonLocal",
     "CrissCrossAttention",

@@ -24,8 +24,8 @@ class PositionSensitiveAttention(RelativeTables):
 
     The tables `rel_column` and `rel_row` hold r^q, r^k and r^v side by side, shared by the heads.
 
-    Memory: for columns num_heads x height scores a pixel (for rows num_heads x width) in each of three parts, and in
-    their normalised forms with autograd: about eight such tensors at the peak of training, five without.
+    Memory: for columns num_heads x height scores a pixel (for rows num_heads x width), in three parts that are
+    normalised and added: about eight tensors of that size at the peak, seventeen with autograd.
 
     Args:
         dim: Input channels.

@@ -25,7 +25,8 @@ from gsanet.layers.attention import Attention, Combination, Properties
 class StandAloneAttention(Attention):
     """Attention over the window around each pixel, by content and relative position.
 
-    Memory: three tensors of num_heads x window^2 scores a pixel at the peak; keys and values are never unfolded.
+    Memory: three tensors of num_heads x window^2 scores a pixel at the peak, four with autograd; keys and values are
+    never unfolded.
 
     Args:
         dim: Input channels.

@@ -105,7 +105,8 @@ class PairwiseAttention(VectorAttention):
     Positions are coordinates from -1 to 1 across the map; P is linear, so that only their difference matters.
 
     Memory: the relations are vectors, (dim_relation + 2) x window^2 numbers a pixel, and gamma normalises them over the
-    batch: they exist as a whole, with autograd five tensors of that size. psi and beta are never unfolded.
+    batch, so they exist as a whole: four tensors of that size at the peak, eight with autograd. beta, which is four
+    times as wide in the paper's networks, is never unfolded.
     """
 
     label = "pairwise attention"
@@ -149,8 +150,8 @@ class PatchwiseAttention(VectorAttention):
     The first batch norm has its own statistics and factors for each place of the concatenation, and the first linear
     layer its own weights; both are applied place by place, so that the concatenation never exists.
 
-    Memory: dim_out / share x window^2 weights a pixel; with autograd also one copy of the concatenation,
-    (window^2 + 1) x dim_relation numbers a pixel, which the first linear layer keeps.
+    Memory: two tensors of dim_out / share x window^2 weights a pixel at the peak; with autograd three, and one copy of
+    the concatenation, (window^2 + 1) x dim_relation numbers a pixel, which the first linear layer keeps.
     """
 
     label = "patchwise attention"

@@ -17,8 +17,9 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, SelfAttnBlock
 from torch import Tensor, nn
 
-from gsanet.layers import AttentionStem, AxialAttention, GlobalSelfAttention, LocalRelation
+from gsanet.layers import AxialAttention, GlobalSelfAttention, LocalRelation
 from gsanet.layers.relative import RelativeTables, resize_table
+from gsanet.layers.stand_alone_attention import AttentionStem
 
 __all__ = ["NETWORKS", "GSAResNet", "ResNetSettings", "fit_state_dict"]
 

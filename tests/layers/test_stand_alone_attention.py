@@ -5,7 +5,8 @@ import torch
 from helpers import gradients
 from torch.testing import assert_close
 
-from gsanet.layers import AttentionStem, StandAloneAttention
+from gsanet.layers import StandAloneAttention
+from gsanet.layers.stand_alone_attention import AttentionStem
 
 
 def brute(module, x):
