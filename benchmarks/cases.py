@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from measure import milliseconds, peak_mebibytes
 from torch import Tensor, nn
 
 import gsanet
+from gsanet.bench import milliseconds, peak_mebibytes
 from gsanet.functional import use_backend
 
 

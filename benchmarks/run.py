@@ -6,34 +6,15 @@ python benchmarks/run.py module --batch 64  one case, another batch
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
-import timm
 import torch
 from cases import CASES, Setting
 from rich.console import Console
 from rich.table import Table
 
-import gsanet
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def environment(device: str) -> dict[str, str]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
-    return {
-        "device": name,
-        "gsanet": gsanet.__version__,
-        "torch": torch.__version__,
-        "timm": timm.__version__,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip() or "unknown",
-    }
+from gsanet.bench import DTYPES, environment
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from result_files import RUN
 
 
 def gsanet(*arguments, code=0):
@@ -16,7 +17,7 @@ def gsanet(*arguments, code=0):
 def test_help_and_version():
     from gsanet import __version__
 
-    for command in ([], ["models"], ["info"], ["paper"], ["paper", "structure"]):
+    for command in ([], ["models"], ["info"], ["bench"], ["paper"], ["paper", "structure"], ["paper", "table3"]):
         assert "Usage" in gsanet(*command, "--help")
     assert gsanet("--version").strip() == __version__
 
@@ -45,9 +46,25 @@ def test_paper_structure():
     assert sum(row["match"] for row in rows) == 8
 
 
+def test_paper_tables(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps(RUN))
+    out = gsanet("paper", "table6", "--results", str(tmp_path))
+    assert "49.73" in out
+    assert "(+1.9) 77.8" in out
+    found = json.loads(gsanet("paper", "table2", "--json"))
+    assert [row["params_match"] for row in found["rows"]] == [True] * 3
+    marks = json.loads(gsanet("paper", "table1", "--json"))
+    assert sum(not row["differences"] for row in marks) == 13
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["bench", "--models", "nothing*"], "no network matches 'nothing*'"),
+        (["bench", "--dtype", "float8"], "dtype must be one of float32, bfloat16, float16, got 'float8'"),
+        (["bench", "--out", "nowhere/bench.json"], "there is no folder nowhere to write bench.json into"),
+        (["bench", "--models", "gsa*tiny", "--plot", "plot.png"], "nothing to draw: no accuracy of these networks"),
+        (["paper", "table2", "--results", "nowhere"], "no folder of results at nowhere"),
         (["info", "gsa_resnet5"], "unknown model 'gsa_resnet5': did you mean 'gsa_resnet50'?"),
         (["info", "gsa_resnet50", "--img-size", "big"], "image size must be like 224 or 160x96, got 'big'"),
         (["info", "vit_tiny_patch16_224"], "is not a network of this package"),

@@ -67,3 +67,9 @@ def check_feature_map(x: Tensor, channels: int) -> None:
         raise ValueError(f"the input must be a map (batch, {channels}, height, width), got {tuple(x.shape)}")
     if x.shape[1] != channels:
         raise ValueError(f"the input must have {channels} channels, got {x.shape[1]} in {tuple(x.shape)}")
+
+
+def check_window(window: int) -> None:
+    """Check the size of a window around a pixel: it needs a middle."""
+    if window < 1 or window % 2 == 0:
+        raise ValueError(f"window must be an odd number of pixels, got {window}")

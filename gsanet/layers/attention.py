@@ -38,3 +38,4 @@ class Attention(nn.Module):
 
     label: ClassVar[str]
     properties: ClassVar[Properties]
+    normalised: ClassVar[bool] = False  # whether the output comes from a norm, so that a network adds none

@@ -26,6 +26,7 @@ class RelativeTables(Attention):
         row: Whether there is a table for rows, `rel_row`.
         reach: The largest offset attended to, or None for all of the map.
         keep_reach: Accept maps larger than `feat_size`.
+        reduction: The module attends over a map that is this many times smaller than its input, rounded up.
         device: As usual.
         dtype: As usual.
     """
@@ -42,6 +43,7 @@ class RelativeTables(Attention):
         row: bool = True,
         reach: int | None = None,
         keep_reach: bool = False,
+        reduction: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -55,6 +57,7 @@ class RelativeTables(Attention):
         self.feat_size = _check_size(feat_size)
         self.reach = reach
         self.keep_reach = keep_reach
+        self.reduction = reduction
         for axis, (name, wanted) in enumerate({"rel_column": column, "rel_row": row}.items()):
             rows = self._rows(axis)
             table = nn.Parameter(torch.empty(rows, width, device=device, dtype=dtype)) if wanted else None
@@ -63,7 +66,7 @@ class RelativeTables(Attention):
     def _rows(self, axis: int) -> int:
         offsets = [] if self.reach is None else [self.reach]
         if self.feat_size is not None:
-            offsets.append(self.feat_size[axis] - 1)
+            offsets.append(-(-self.feat_size[axis] // self.reduction) - 1)
         return 2 * min(offsets, default=0) + 1
 
     @torch.no_grad()
@@ -84,10 +87,11 @@ class RelativeTables(Attention):
     def check_size(self, x: Tensor) -> None:
         """Refuse, or mention once, a map (batch, channels, height, width) that is larger than the tables."""
         height, width = x.shape[-2:]
-        if not any(
-            table is not None and min(length - 1, length if self.reach is None else self.reach) > table.shape[0] // 2
-            for length, table in ((height, self.rel_column), (width, self.rel_row))
-        ):
+        for length, table in ((height, self.rel_column), (width, self.rel_row)):
+            furthest = -(-length // self.reduction) - 1
+            if table is not None and min(furthest, furthest if self.reach is None else self.reach) > len(table) // 2:
+                break
+        else:
             return
         made_for = "x".join(map(str, self.feat_size or ()))
         sizes = f"a map of {height}x{width} is larger than the {made_for} that the tables were made for"

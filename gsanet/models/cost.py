@@ -48,15 +48,18 @@ def count_flops(model: nn.Module, img_size: int | Size | None = None) -> int:
 
 
 def stage_costs(model: Any, img_size: int | Size | None = None) -> list[StageCost]:
-    """Parameters and operations of the stem, each residual group and the head of a ByobNet."""
+    """Parameters and operations of the stem, each residual group, what follows them, and the head of a ByobNet."""
     counter, shapes = _run(model, img_size)
     by_module = counter.get_flop_counts()
     root = type(model).__name__
-    parts = {"stem": model.stem, **{f"stages.{i}": s for i, s in enumerate(model.stages)}, "head": model.head}
+    parts = {"stem": model.stem, **{f"stages.{i}": s for i, s in enumerate(model.stages)}}
+    if not isinstance(model.final_conv, nn.Identity):
+        parts["final_conv"] = model.final_conv
+    parts["head"] = model.head
     return [
         StageCost(
             name=name,
-            blocks=len(part) if name.startswith("stages") else 1,
+            blocks=sum(not isinstance(b, Attention) for b in part) if name.startswith("stages") else 1,
             operation=_operation(part),
             shape=shapes[name],
             params=count_parameters(part),

@@ -7,23 +7,31 @@ settings and the arguments of the attention module are all options of `timm.crea
 """
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import make_divisible, to_2tuple
+from timm.layers import BatchNormAct2d, ConvNormAct, make_divisible, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
+from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, SelfAttnBlock
 from torch import Tensor, nn
 
-from gsanet.layers import AxialAttention, GlobalSelfAttention
+from gsanet.layers import AxialAttention, GlobalSelfAttention, LocalRelation
 from gsanet.layers.relative import RelativeTables, resize_table
+from gsanet.layers.stand_alone_attention import AttentionStem
 from gsanet.suggest import suggest
 
 __all__ = ["NETWORKS", "GSAResNet", "ResNetSettings", "fit_state_dict"]
 
-Stem = Literal["7x7/2+maxpool", "7x7/2", "3x3/1"]
+Stem = Literal["7x7/2+maxpool", "7x7/2", "3x3/1", "attention/4", "relation/2+maxpool"]
+STEM_STRIDES: dict[str, int] = {
+    "7x7/2+maxpool": 4,
+    "7x7/2": 2,
+    "3x3/1": 1,
+    "attention/4": 4,
+    "relation/2+maxpool": 4,
+}
 Size = tuple[int, int]
 
 
@@ -35,19 +43,24 @@ class ResNetSettings:
         depths: Residual blocks in each group.
         widths: Inner channels of the blocks of each group: those of the attention module or the 3x3 convolution.
         expansion: Outer channels of a block are this many times the inner ones.
+        outer: Outer channels of the blocks of each group, where they are no such multiple.
         width: A factor on all widths, the stem's too; results are rounded to multiples of 8.
         groups: The residual groups, counted from 1, that use attention; the others convolve. None: all.
         attention: The class of the attention module.
+        first_group: Arguments of the attention module in the first group that uses attention.
         stem: `"7x7/2+maxpool"` is ResNet's; `"7x7/2"` has no max-pool and `"3x3/1"` no stride, for small images.
+            `"attention/4"` is that of stand-alone self-attention and `"relation/2+maxpool"` that of LR-Net.
         stem_width: Channels of the stem.
     """
 
     depths: tuple[int, ...] = (3, 4, 6, 3)
     widths: tuple[int, ...] = (64, 128, 256, 512)
     expansion: int = 4
+    outer: tuple[int, ...] | None = None
     width: float = 1.0
     groups: tuple[int, ...] | None = None
     attention: type[nn.Module] = GlobalSelfAttention
+    first_group: Mapping[str, Any] = field(default_factory=dict)
     stem: Stem = "7x7/2+maxpool"
     stem_width: int = 64
 
@@ -76,7 +89,7 @@ class ResNetSettings:
     def map_sizes(self, img_size: int | Size, output_stride: int = 32) -> list[Size]:
         """The size of the map that enters each residual group, and last the one that leaves the network."""
         size: Size = tuple(to_2tuple(img_size))
-        total = {"7x7/2+maxpool": 4, "7x7/2": 2, "3x3/1": 1}[self.stem]
+        total = STEM_STRIDES[self.stem]
         sizes = [_reduce(size, total)]
         for group in range(1, len(self.depths) + 1):
             stride = 1 if group == 1 or total >= output_stride else 2
@@ -90,19 +103,22 @@ class ResNetSettings:
         stages: list[tuple[ByoBlockCfg, ...]] = []
         for index, (depth, width) in enumerate(zip(self.depths, self.widths, strict=False)):
             inner = make_divisible(width * self.width, 8)
-            block = ByoBlockCfg(
-                type="bottle", d=depth, c=inner * self.expansion, s=1 if index == 0 else 2, br=1 / self.expansion
-            )
+            outer = inner * self.expansion
+            if self.outer is not None:
+                outer = make_divisible(self.outer[index] * self.width, 8)
+            block = ByoBlockCfg(type="bottle", d=depth, c=outer, s=1 if index == 0 else 2, br=inner / outer)
             if index + 1 not in self.attention_groups:
                 stages.append((block,))
                 continue
+            own = {} if index + 1 != min(self.attention_groups) else {**self.first_group, **attention_kwargs}
+            block = replace(block, self_attn_kwargs=own or None)
             # Only the first block of a group sees the larger map: its module pools after attending.
             first = replace(block, type="self_attn", d=1, block_kwargs={"feat_size": sizes[index]})
             rest = replace(block, type="self_attn", d=depth - 1, block_kwargs={"feat_size": sizes[index + 1]})
             stages.append((first, rest))
         return ByoModelCfg(
             blocks=tuple(stages),
-            stem_type=self.stem[:3],
+            stem_type={"attention/4": "3x3", "relation/2+maxpool": "7x7"}.get(self.stem, self.stem[:3]),
             stem_pool="maxpool" if "maxpool" in self.stem else "",
             stem_chs=make_divisible(self.stem_width * self.width, 8),
             self_attn_layer=self.attention if self.attention_groups else None,
@@ -126,6 +142,8 @@ class GSAResNet(ByobNet):
             timm's: `num_classes`, `in_chans`, `drop_rate`, `drop_path_rate`, `global_pool`, ...
     """
 
+    stem: Any
+
     def __init__(
         self,
         cfg: ResNetSettings,
@@ -133,24 +151,41 @@ class GSAResNet(ByobNet):
         output_stride: int = 32,
         **kwargs: Any,
     ):
-        settings = replace(cfg, **_take(kwargs, [field.name for field in fields(ResNetSettings)]))
+        settings = replace(cfg, **take(kwargs, [field.name for field in fields(cfg)]))
         if settings.attention is AxialAttention and not kwargs.get("content", True):
             # Table 2: axial attention without content is the GSA module's own positional attention.
             settings = replace(settings, attention=GlobalSelfAttention)
-        attention_kwargs = _take(kwargs, _options(settings.attention))
+        attention_kwargs = take(kwargs, _options(settings.attention))
         _check_options(kwargs, settings.attention)
         byo = settings.to_byo(img_size or 224, output_stride, attention_kwargs)
-        # timm's stems all have a stride of at least 2. For a stride of 1 the first convolution's is taken back below,
-        # and everything that timm counts from it is halved.
-        unstrided = settings.stem == "3x3/1"
-        super().__init__(byo, output_stride=output_stride * (2 if unstrided else 1), **kwargs)
-        if unstrided:
-            self.stem.conv.stride = (1, 1)
-            for info in self.feature_info:
-                info["reduction"] //= 2
+        # timm's stems have a stride of 2, or 4 with a max-pool. Where ours has another, what timm counts from it is
+        # scaled.
+        timms_stride, stride = 4 if byo.stem_pool else 2, STEM_STRIDES[settings.stem]
+        super().__init__(byo, output_stride=output_stride * timms_stride // stride, **kwargs)
+        for info in self.feature_info:
+            info["reduction"] = info["reduction"] * stride // timms_stride
+        factory: dict[str, Any] = {name: kwargs.get(name) for name in ("device", "dtype")}
+        self._make_stem(settings.stem, byo.stem_chs, factory)
+        for block in self.modules():
+            if isinstance(block, SelfAttnBlock) and getattr(block.self_attn, "normalised", False):
+                block.post_attn = nn.ReLU(inplace=True)
         self.settings = settings
         self.output_stride = output_stride
         self.img_size: Size | None = tuple(to_2tuple(img_size)) if img_size else None
+
+    def _make_stem(self, stem: Stem, channels: int, factory: dict[str, Any]) -> None:
+        """Put what timm has no stem for in the place of its own."""
+        if stem == "3x3/1":
+            self.stem.conv.stride = (1, 1)
+        elif stem == "attention/4":
+            self.stem = AttentionStem(self.in_chans, channels, **factory)
+        elif stem == "relation/2+maxpool":
+            self.stem.conv1 = nn.Sequential(
+                ConvNormAct(self.in_chans, channels, 1, **factory),
+                # The convolution is its channel transformation.
+                LocalRelation(channels, stride=2, transform=False, **factory),
+                BatchNormAct2d(channels, **factory),
+            )
 
     def set_input_size(self, img_size: int | Size) -> None:
         """Make the tables of relative positions fit another image size (see `RelativeTables.resize_tables`)."""
@@ -190,12 +225,13 @@ def _check_options(kwargs: dict[str, Any], attention: type[nn.Module]) -> None:
             raise TypeError(f"unknown option {name!r} of a network: {suggest(name, sorted(known))}")
 
 
-def _take(kwargs: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def take(kwargs: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """Remove the named ones from `kwargs` and return them."""
     return {name: kwargs.pop(name) for name in names if name in kwargs}
 
 
-def _cfg(settings: ResNetSettings, **kwargs: Any) -> dict[str, Any]:
+def network_cfg(settings: ResNetSettings, differences: dict[str, Any]) -> dict[str, Any]:
+    """What timm's pretrained_cfg says of a network."""
     return {
         "num_classes": 1000,
         "input_size": (3, 224, 224),
@@ -205,10 +241,14 @@ def _cfg(settings: ResNetSettings, **kwargs: Any) -> dict[str, Any]:
         "interpolation": "bicubic",
         "mean": IMAGENET_DEFAULT_MEAN,
         "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "stem.conv1.conv" if "maxpool" in settings.stem else "stem.conv",
+        "first_conv": {
+            "7x7/2+maxpool": "stem.conv1.conv",
+            "attention/4": "stem.qkv",
+            "relation/2+maxpool": "stem.conv1.0.conv",
+        }.get(settings.stem, "stem.conv"),
         "classifier": "head.fc",
         "license": "apache-2.0",
-        **kwargs,
+        **differences,
     }
 
 
@@ -246,17 +286,19 @@ NETWORKS: dict[str, tuple[ResNetSettings, dict[str, Any]]] = {
     "conv_resnet26_tiny": (replace(RESNET26_TINY, groups=()), CIFAR),
 }
 
-default_cfgs = generate_default_cfgs({name: _cfg(settings, **cfg) for name, (settings, cfg) in NETWORKS.items()})
+default_cfgs = generate_default_cfgs({name: network_cfg(*network) for name, network in NETWORKS.items()})
 
 
-def _entry_point(name: str) -> Callable[..., nn.Module]:
-    settings = NETWORKS[name][0]
+def entry_point(
+    name: str, settings: ResNetSettings, module: str, network: type[GSAResNet] = GSAResNet
+) -> Callable[..., nn.Module]:
+    """The function behind a name, registered with timm as one of the module's."""
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        chosen = {name: kwargs[name] for name in ("depths", "stem", "groups") if name in kwargs}
+        chosen = {field.name: kwargs[field.name] for field in fields(settings) if field.name in kwargs}
         features = range(replace(settings, **chosen).num_features)
         return build_model_with_cfg(
-            GSAResNet,
+            network,
             name,
             pretrained,
             model_cfg=settings,
@@ -266,9 +308,10 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
         )
 
     create.__name__ = create.__qualname__ = name
-    create.__doc__ = f"`{name}`: options as in `GSAResNet`."
-    return create
+    create.__module__ = module
+    create.__doc__ = f"`{name}`: options as in `{network.__name__}`."
+    return register_model(create)
 
 
-for _name in NETWORKS:
-    globals()[_name] = register_model(_entry_point(_name))
+for _name, (_settings, _) in NETWORKS.items():
+    globals()[_name] = entry_point(_name, _settings, __name__)

@@ -7,7 +7,12 @@ from torch import nn
 
 from gsanet.suggest import suggest
 
-MODULES = ["gsa_resnet"]  # the files of this package that register networks
+MODULES = [
+    "attention_resnet",
+    "gsa_resnet",
+    "inserted_resnet",
+    "san",
+]  # the files of this package that register networks
 
 
 def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:

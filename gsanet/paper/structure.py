@@ -1,28 +1,25 @@
 """Parameters and operations of every network of the paper, counted and set beside what the paper prints."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
-from gsanet.models import count_flops, count_parameters, create_model
-from gsanet.paper import m_resnet50
+from gsanet.paper.notes import NOTES
+from gsanet.paper.printed import printed_tables
+from gsanet.paper.tables import count
 
-# How each network of `printed.json` is made here.
-MADE_BY: dict[str, tuple[str, dict[str, Any]]] = {
-    "ResNet-38, convolution": ("conv_resnet38", {}),
-    "ResNet-38, GSA": ("gsa_resnet38", {}),
-    "ResNet-50, convolution": ("conv_resnet50", {}),
-    "ResNet-50, GSA": ("gsa_resnet50", {}),
-    "ResNet-101, convolution": ("conv_resnet101", {}),
-    "ResNet-101, GSA": ("gsa_resnet101", {}),
-    "ResNet-50, axial content and positional": ("axial_resnet50", {}),
-    "ResNet-50, only axial positional": ("gsa_resnet50", {"content": False}),
-    "M-ResNet-50, GSA": ("gsa_m_resnet50", {}),
+# The networks that the paper describes itself: a name for each, and the row of its tables that prints its size.
+ROWS = {
+    "ResNet-38, convolution": "table6: ResNet-38, Convolution",
+    "ResNet-38, GSA": "table6: ResNet-38, GSA",
+    "ResNet-50, convolution": "table6: ResNet-50, Convolution",
+    "ResNet-50, GSA": "table6: ResNet-50, GSA",
+    "ResNet-101, convolution": "table6: ResNet-101, Convolution",
+    "ResNet-101, GSA": "table6: ResNet-101, GSA",
+    "ResNet-50, axial content and positional": "table2: Axial content and positional attention",
+    "ResNet-50, only axial positional": "table2: Only axial positional attention",
+    "M-ResNet-50, GSA": "table3: M-ResNet-50, This work",
 }
-
-NOTES = {"M-ResNet-50, GSA": m_resnet50.NOTE}
 
 
 @dataclass(frozen=True)
@@ -60,24 +57,21 @@ class StructureRow:
         return ", ".join([self.model, *(f"{name}={value}" for name, value in self.options.items())])
 
 
-def printed() -> dict[str, Any]:
-    """The figures that the paper prints."""
-    return json.loads(files("gsanet.paper").joinpath("printed.json").read_text())
-
-
 def structure() -> Iterator[StructureRow]:
     """Count the networks one after the other, at 224x224 with 1000 classes."""
-    for row in printed()["structure"]:
-        name, options = MADE_BY[row["network"]]
-        model = create_model(name, **options)
+    rows = {row.key: row for table in printed_tables().values() for row in table.rows}
+    for network, key in ROWS.items():
+        row = rows[key]
+        counted = count(row.network)
+        assert counted is not None
         yield StructureRow(
-            network=row["network"],
-            table=row["table"],
-            model=name,
-            options=options,
-            params=count_parameters(model),
-            flops=count_flops(model),
-            printed_params_m=row["params_m"],
-            printed_flops_g=row["flops_g"],
-            note=NOTES.get(row["network"], ""),
+            network=network,
+            table=row.table,
+            model=row.network.model,
+            options=row.network.kwargs,
+            params=counted[0],
+            flops=counted[1],
+            printed_params_m=row.printed("params").removesuffix(" M"),
+            printed_flops_g=row.printed("flops").removesuffix(" G"),
+            note=NOTES.get(row.network.model, ""),
         )

@@ -1,0 +1,109 @@
+"""The paper's kind of plot: accuracy against parameters, operations and time of one image."""
+
+import importlib.util
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any
+
+from gsanet.bench import BenchRow
+from gsanet.paper.printed import Network, printed_tables
+from gsanet.paper.results import Results, plain_network
+
+PRINTED = "ImageNet, as the paper prints"
+COLOURS = {"gsa": "tab:red", "conv": "tab:gray"}
+OTHERS = "tab:blue"
+
+
+def accuracies(network: Network, results: Results) -> dict[str, float]:
+    """What is known of a network's top-1 accuracy, in percent: from the paper's tables, and from runs, by data set."""
+    known: dict[str, float] = {}
+    for table in printed_tables().values():
+        for row in table.rows:
+            if row.network == network and (top1 := row.number("top1")) is not None:
+                known[PRINTED] = top1
+    measured = defaultdict(list)
+    for run in results.runs:
+        if run.network == network:
+            measured[f"{run.dataset}, measured here"].append(run.top1)
+    return known | {dataset: statistics.fmean(values) for dataset, values in measured.items()}
+
+
+def check_drawable(networks: Sequence[Network], results: Results) -> None:
+    """Say at once, and not after a long measurement, why there would be no plot."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("drawing needs matplotlib: pip install matplotlib")
+    if not any(accuracies(network, results) for network in networks):
+        raise ValueError("nothing to draw: no accuracy of these networks is known, in the paper's tables or in results")
+
+
+def draw(rows: Sequence[BenchRow], results: Results, setting: str, file: Path) -> None:
+    """Draw one line of three plots for each data set that accuracies are known on.
+
+    Args:
+        rows: What `gsanet bench` measured.
+        results: Accuracies measured here.
+        setting: What the times were measured at, in words.
+        file: Where to; its ending says the format.
+    """
+    check_drawable([plain_network(row.model, row.model_kwargs) for row in rows], results)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    by_dataset: dict[str, list[tuple[BenchRow, float]]] = defaultdict(list)
+    for row in rows:
+        for dataset, top1 in accuracies(plain_network(row.model, row.model_kwargs), results).items():
+            by_dataset[dataset].append((row, top1))
+    figure = Figure(figsize=(13, 4.2 * len(by_dataset)), layout="constrained")
+    FigureCanvasAgg(figure)
+    plots: Any = figure.subplots(len(by_dataset), 3, sharey="row", squeeze=False)
+    plots_with_names: list[tuple[Any, list[tuple[str, float, float]]]] = []
+    for line, (dataset, points) in zip(plots, by_dataset.items(), strict=True):
+        line[0].set_ylabel(f"Top-1 (%)\n{dataset}")
+        for plot, (heading, value) in zip(line, _AXES.items(), strict=True):
+            named = [(row.name, value(row), top1) for row, top1 in points if value(row) is not None]
+            _scatter(plot, named)
+            plot.set_xlabel(heading)
+            plot.grid(alpha=0.3)
+            plots_with_names.append((plot, named))
+    figure.suptitle(f"Parameters, FLOPs and time here: {setting}", fontsize="small")
+    figure.draw_without_rendering()  # so that the places of all points are known
+    for plot, named in plots_with_names:
+        _write_names(plot, named)
+    figure.savefig(file, dpi=150)
+
+
+_AXES: dict[str, Any] = {
+    "Parameters (M)": lambda row: row.params and row.params / 1e6,
+    "FLOPs (G)": lambda row: row.flops and row.flops / 1e9,
+    "Time of one image (ms)": lambda row: row.latency_ms,
+}
+
+
+def _scatter(plot: Any, points: list[tuple[str, float, float]]) -> None:
+    """Points, the depths of one family joined, as in the paper."""
+    for family, group in groupby(sorted(points), key=lambda point: re.sub(r"\d+$", "", point[0])):
+        _, x, y = zip(*sorted(group, key=lambda point: point[1]), strict=True)
+        plot.plot(x, y, marker="o", color=COLOURS.get(family.split("_")[0], OTHERS))
+    plot.margins(x=0.25, y=0.15)
+
+
+def _write_names(plot: Any, points: list[tuple[str, float, float]]) -> None:
+    """The points' names, each at the first place beside its point where it covers no other name."""
+    taken: list[Any] = []
+    for name, *place in sorted(points):
+        for align, down in product(("left", "right"), (4, -9, 13, -18, 22, -27)):
+            offset = (4 if align == "left" else -4, down)
+            text = plot.annotate(
+                name, place, xytext=offset, textcoords="offset points", fontsize="x-small", horizontalalignment=align
+            )
+            box = text.get_window_extent()
+            if plot.bbox.x0 < box.x0 and box.x1 < plot.bbox.x1 and not any(box.overlaps(other) for other in taken):
+                break
+            text.remove()
+        else:
+            continue
+        taken.append(box)

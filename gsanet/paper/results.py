@@ -1,0 +1,176 @@
+"""What was measured here: the files in `results/`, read and checked.
+
+A folder of results holds one JSON object a file, `NAME.json`, of two kinds.
+
+A finished training run (`"kind": "run"`, or no kind):
+
+    run                 its name
+    model, model_kwargs the network, as `gsanet.create_model(model, **model_kwargs)` makes it
+    recipe, dataset     as `gsanet train` was told them; together with the seed they say what was trained
+    seed                a whole number
+    top1                percent, of the whole test set
+    command, commit     the command that made it, and the commit of this repository that ran it
+
+and, where known: `top5` (percent), `params`, `flops` (of one image, a multiplication and an addition are two),
+`images_per_second` (training), `memory` (bytes, peak, training), `device` (in words), `notes`, and `rows`: keys of
+rows of the paper's tables, such as `"table4: Content, Col."` (each `gsanet paper tableN --json` gives them), that the
+run stands for although its network is not the row's own, because it is a smaller one. Without `rows` a run stands for
+each row of its network, whatever the image size, the number of classes and the stem.
+
+What `gsanet bench --out FILE` writes (`"kind": "bench"`): `setting`, `environment`, and a list `networks`, each with
+`model`, `model_kwargs` and its measurements, of which the tables show `latency_ms`.
+"""
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from gsanet.paper.printed import Network, PrintedRow, printed_tables
+
+FOLDER = Path("results")
+
+# Options that fit a network to its images or train it, and do not make it another row of a table.
+SETTINGS = {"img_size", "num_classes", "in_chans", "stem", "drop_rate", "drop_path_rate", "keep_reach"}
+DEFAULTS: dict[str, Any] = {"content": True, "column": True, "row": True, "groups": (1, 2, 3, 4)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished training run: the fields are the keys of its file, explained above."""
+
+    run: str
+    model: str
+    recipe: str
+    dataset: str
+    seed: int
+    top1: float
+    command: str
+    commit: str
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+    rows: list[str] = field(default_factory=list)
+    top5: float | None = None
+    params: int | None = None
+    flops: int | None = None
+    images_per_second: float | None = None
+    memory: int | None = None
+    device: str = ""
+    notes: str = ""
+
+    @property
+    def network(self) -> Network:
+        """Which network it is, whatever the size of its images."""
+        return plain_network(self.model, self.model_kwargs)
+
+
+@dataclass(frozen=True)
+class Latency:
+    """How long one image takes, by a file that `gsanet bench` wrote."""
+
+    network: Network
+    milliseconds: float
+    device: str
+    dtype: str
+    img_size: str
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything in a folder of results."""
+
+    runs: list[Run] = field(default_factory=list)
+    latencies: list[Latency] = field(default_factory=list)
+
+    def runs_of(self, row: PrintedRow) -> list[Run]:
+        """The runs that stand for a row of the paper's tables."""
+        return [run for run in self.runs if (row.key in run.rows if run.rows else run.network == row.network)]
+
+    def latencies_of(self, row: PrintedRow) -> list[Latency]:
+        """The measured runtimes of a row's network."""
+        return [latency for latency in self.latencies if latency.network == row.network]
+
+
+def plain_network(model: str, kwargs: dict[str, Any]) -> Network:
+    """A network without the options that only fit it to its images, and without those that are the default."""
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in kwargs.items()}
+    kept = {
+        name: value
+        for name, value in sorted(options.items())
+        if name not in SETTINGS and not (name in DEFAULTS and value in (None, DEFAULTS[name]))
+    }
+    return Network(model, tuple(kept.items()))
+
+
+def read_results(folder: Path = FOLDER) -> Results:
+    """Read all files of a folder; one that is not as described above is refused by name."""
+    if not folder.is_dir():
+        if folder == FOLDER:
+            return Results()
+        raise ValueError(f"no folder of results at {folder}")
+    runs: list[Run] = []
+    latencies: list[Latency] = []
+    for file in sorted(folder.glob("*.json")):
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(content, dict):
+                raise ValueError("must hold one JSON object")
+            kind = content.pop("kind", "run")
+            if kind == "run":
+                runs.append(parse_run(content))
+            elif kind == "bench":
+                latencies += _parse_bench(content)
+            else:
+                raise ValueError(f"kind must be 'run' or 'bench', got {kind!r}")
+        except (ValueError, KeyError, TypeError) as error:
+            problem = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise ValueError(f"{file}: {problem}") from error
+    return Results(runs, latencies)
+
+
+_NUMBER = (int, float)
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("run", "model", "recipe", "dataset", "command", "commit", "device", "notes"), (str,)),
+    **dict.fromkeys(("seed", "params", "flops", "memory"), (int,)),
+    **dict.fromkeys(("top1", "top5", "images_per_second"), _NUMBER),
+    "model_kwargs": (dict,),
+    "rows": (list,),
+}
+
+
+def parse_run(content: dict[str, Any]) -> Run:
+    """A run from its JSON object."""
+    known = {item.name for item in fields(Run)}
+    if unknown := sorted(set(content) - known):
+        raise ValueError(f"unknown keys {', '.join(unknown)}")
+    needed = ("run", "model", "recipe", "dataset", "seed", "top1", "command", "commit")
+    if missing := [name for name in needed if name not in content]:
+        raise ValueError(f"{', '.join(missing)} missing")
+    for name, value in content.items():
+        if value is None and name not in needed:
+            continue
+        if not isinstance(value, _TYPES[name]) or isinstance(value, bool):
+            raise ValueError(f"{name} must be {' or '.join(kind.__name__ for kind in _TYPES[name])}, got {value!r}")
+        if value == "" and name in needed:
+            raise ValueError(f"{name} must not be empty")
+    for name in ("top1", "top5"):
+        if (value := content.get(name)) is not None and not 0 <= value <= 100:
+            raise ValueError(f"{name} must be a percentage, got {value}")
+    keys = {row.key for table in printed_tables().values() for row in table.rows}
+    if strange := [row for row in content.get("rows") or [] if row not in keys]:
+        raise ValueError(f"no row of the paper's tables is called {strange[0]!r}")
+    return Run(**{name: value for name, value in content.items() if value is not None})
+
+
+def _parse_bench(content: dict[str, Any]) -> list[Latency]:
+    setting, environment = content["setting"], content["environment"]
+    return [
+        Latency(
+            network=plain_network(row["model"], row["model_kwargs"]),
+            milliseconds=float(row["latency_ms"]),
+            device=environment["device"],
+            dtype=setting["dtype"],
+            img_size=str(setting["img_size"]),
+        )
+        for row in content["networks"]
+        if row["latency_ms"] is not None
+    ]

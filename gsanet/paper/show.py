@@ -1,0 +1,182 @@
+"""The paper's tables for the terminal: what the paper prints on the first line of a row, what is known here below."""
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+
+from gsanet.bench import BenchRow, BenchSetting
+from gsanet.layers.attention import Combination
+from gsanet.paper.printed import CHECK, PrintedTable
+from gsanet.paper.table1 import MARKS, Table1Row
+from gsanet.paper.tables import Measured, TableRow
+
+NOT_YET = "\u2013"
+DIFFERS = "≠"
+
+
+def show_table(printed: PrintedTable, rows: Sequence[TableRow]) -> Iterator[RenderableType]:
+    """Table 2, 3, 4, 5 or 6, and the lines below it."""
+    numbers = {"top1": "Top-1", "top5": "Top-5", "cifar100_top1": "CIFAR-100", "params": "Params", "flops": "FLOPs"}
+    if "cifar100_top1" not in printed.columns:
+        del numbers["cifar100_top1"]
+    if "runtime" in printed.columns or any(row.runtimes for row in rows):
+        numbers["runtime"] = "Runtime"
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title_justify="left")
+    table.title = f"Table {printed.number}. {printed.caption.split('. ')[0]}"
+    table.add_column("The paper\n[dim]  here[/]", overflow="fold")
+    for heading in numbers.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(f"[bold]{row.name}[/]", *(row.printed.get(column, "") for column in numbers))
+        for line in _lines_here(row, list(numbers)):
+            table.add_row(*line)
+    yield table
+    yield from _lines_below(rows)
+
+
+SHORT = {
+    Combination.INSERTED.value: "inserted",
+    Combination.AT_THE_END.value: "at the end",
+    Combination.IN_PARALLEL.value: "in parallel",
+    Combination.REPLACES.value: "replaces",
+}
+
+
+def show_table1(printed: PrintedTable, rows: Sequence[Table1Row]) -> Iterator[RenderableType]:
+    """Table 1, and the lines below it."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title_justify="left")
+    table.title = f"Table 1. {printed.caption}"
+    table.add_column("The paper\n[dim]  here[/]", overflow="fold")
+    for heading in ("Global", "Content", "Positional"):
+        table.add_column(heading, justify="center", no_wrap=True)
+    table.add_column("Convolutions", no_wrap=True)
+    table.add_column("Commutes\nwith", no_wrap=True)
+    for row in rows:
+        table.add_row(f"[bold]{row.name}[/]", *(_mark(row.printed[mark]) for mark in MARKS), "")
+        if row.measured is None:
+            table.add_row(f"  [dim]{row.network} (not here yet)[/]", *[NOT_YET] * 5)
+            continue
+        cells = [
+            f"[yellow]{DIFFERS} {_mark(row.measured[mark]) or 'no'}[/]"
+            if mark in row.differences
+            else _mark(row.measured[mark])
+            for mark in MARKS
+        ]
+        table.add_row(f"  [dim]{row.network}[/]", *cells, ", ".join(row.commutes_with))
+    yield table
+    yield (
+        "Global: every pixel has a gradient to every pixel. Content: how much a pixel gives to another "
+        "depends on what it holds. "
+        "Positional: the order of the pixels that one draws on matters. Convolutions: attention modules are inserted "
+        "between residual blocks, added at the end, in parallel with convolutions, or in their place. Commutes with: "
+        "shuffling the pixels of the input just shuffles the output; so do whole rows and columns (lines); so does "
+        "moving an object on an empty map (moves)."
+    )
+    measured = [row for row in rows if row.measured is not None]
+    same = sum(not row.differences for row in measured)
+    yield f"{same} of {len(measured)} measured rows have the paper's marks ({DIFFERS}: another)."
+    for row in measured:
+        for mark, why in row.differences.items():
+            yield f"{DIFFERS} {row.network}, {mark}: {why}"
+        if row.remark:
+            yield f"{row.network}: {row.remark}"
+    moved = {row.network: row.shift_error for row in measured if row.shift_error and not row.commutes_with}
+    errors = ", ".join(f"{network} {100 * error:.2g} %" for network, error in moved.items())
+    if moved:
+        yield f"How far moving an object by one pixel is from moving its output: {errors}."
+    if len(measured) < len(rows):
+        yield f"{NOT_YET} no such network here yet."
+
+
+def _mark(value: bool | str) -> str:
+    return SHORT[value] if isinstance(value, str) else CHECK if value else ""
+
+
+def _lines_here(row: TableRow, columns: list[str]) -> Iterator[list[str]]:
+    """The counts, then a line for each set of runs."""
+    counted = {
+        "params": _counted(row.params, 1e6, "M", row.params_match),
+        "flops": _counted(row.flops, 1e9, "G", row.flops_match),
+        "runtime": f"{row.runtimes[0].milliseconds:.1f} ms" if row.runtimes else NOT_YET,
+    }
+    if not row.exists:
+        yield [f"  [dim]{row.network} (not here yet)[/]", *([NOT_YET] * len(columns))]
+    else:
+        unmeasured = dict.fromkeys(("top1", "top5", "cifar100_top1"), "" if row.measured else NOT_YET)
+        yield [f"  [dim]{row.network}[/]", *({**unmeasured, **counted}[column] for column in columns)]
+    for measured in row.measured:
+        cells = _accuracies(measured, columns)
+        yield [f"  [dim]{_what(measured)}[/]", *(cells.get(column, "") for column in columns)]
+
+
+def _accuracies(measured: Measured, columns: list[str]) -> dict[str, str]:
+    top1 = f"{measured.top1:.2f}"
+    if "cifar100_top1" in columns and measured.dataset.lower().replace("-", "") == "cifar100":
+        return {"cifar100_top1": top1}
+    return {"top1": top1, "top5": NOT_YET if measured.top5 is None else f"{measured.top5:.2f}"}
+
+
+def _what(measured: Measured) -> str:
+    runs = f"{measured.runs} runs" if measured.runs > 1 else "1 run"
+    spread = "" if measured.top1_spread is None else f", ±{measured.top1_spread:.2f}"
+    return f"{measured.dataset}, {runs}{spread}"
+
+
+def _counted(value: int | None, unit: float, letter: str, match: bool | None) -> str:
+    if value is None:
+        return NOT_YET
+    mark = f"[yellow]{DIFFERS}[/] " if match is False else ""
+    return f"{mark}{value / unit:.3f} {letter}"
+
+
+def _lines_below(rows: Sequence[TableRow]) -> Iterator[str]:
+    yield "[bold]The paper[/]: ImageNet; runtime of one image on a TPU v3; - where it prints none."
+    yield "[bold]Here[/]: parameters and FLOPs counted at 224x224 with 1000 classes."
+    if any(not row.measured or not row.runtimes for row in rows):
+        yield f"{NOT_YET} not measured here yet (no such run in the folder of results)."
+    judged = [row for row in rows if row.params_match is not None or row.flops_match is not None]
+    agree = [row for row in judged if False not in (row.params_match, row.flops_match)]
+    if judged:
+        yield f"{len(agree)} of {len(judged)} printed sizes are counted here to the last digit ({DIFFERS}: not)."
+    for note in dict.fromkeys(row.note for row in rows if row.note):
+        names = ", ".join(row.network for row in rows if row.note == note)
+        yield f"{DIFFERS} {names}: {note}"
+    measured = {(found.dataset, found.recipe, found.network) for row in rows for found in row.measured}
+    for dataset, recipe, network in sorted(measured):
+        yield f"Measured on {dataset} with {network}, recipe {recipe}."
+    for where in sorted({found.where for row in rows for found in row.runtimes[:1]}):
+        yield f"Runtime here: one image, {where}."
+
+
+def show_bench(rows: Sequence[BenchRow], setting: BenchSetting, facts: dict[str, str]) -> Iterator[RenderableType]:
+    """What `gsanet bench` measured, and the lines below it."""
+    size = "x".join(map(str, setting.img_size))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title_justify="left")
+    table.title = f"{size}, batch {setting.batch}, {setting.dtype}, {facts['device']}"
+    table.add_column("Network", overflow="fold")
+    units = {"Params": "M", "FLOPs": "G", "Training": "img/s", "Inference": "img/s", "One image": "ms", "Memory": "MiB"}
+    for heading, unit in units.items():
+        table.add_column(f"{heading}\n({unit})", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.name,
+            _figure(row.params, 1e6, 2),
+            _figure(row.flops, 1e9, 2),
+            _figure(row.train_images_per_second, 1, 1),
+            _figure(row.inference_images_per_second, 1, 1),
+            _figure(row.latency_ms, 1, 1 if (row.latency_ms or 0) >= 10 else 2),
+            _figure(row.train_memory, 2**20, 0),
+        )
+    yield table
+    yield "FLOPs: of one image, a multiplication and an addition are two. One image: latency, inference at batch 1."
+    kept = "the most that a training step held" if setting.device == "cuda" else "kept by forward for backward"
+    yield f"Memory: {kept}, at batch {setting.batch}. The networks took turns; medians."
+    for row in rows:
+        for what, error in row.errors.items():
+            yield f"[red]{row.name}, {what}[/]: {error}"
+
+
+def _figure(value: float | None, unit: float, digits: int) -> str:
+    return NOT_YET if value is None else f"{value / unit:,.{digits}f}"
