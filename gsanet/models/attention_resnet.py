@@ -14,9 +14,9 @@ from gsanet.models.gsa_resnet import RESNET50, RESNET101, ResNetSettings, entry_
 
 __all__ = ["NETWORKS"]
 
-# Table 3: 25.8 M, 8.3 G, and 45.4 M, 16.1 G for 101 layers. Counted: 25.8 M, 8.4 G; 45.4 M, 16.3 G. "The last three
-# stages", and the first of them attends over a map of half the resolution. Open are the rounding of the fractions and
-# where a stride is taken; with fractions rounded down it is 25.8 M, 8.4 G too. The operations remain unexplained.
+# Table 3: 25.8 M, 8.3 G, and 45.4 M, 16.1 G for 101 layers. Counted: 25.8 M, 8.4 G; 45.4 M, 16.3 G. The last three
+# stages attend, and the first of them does so over a map of half the resolution. Open are the rounding of the fractions
+# and where a stride is taken; with fractions rounded down it is 25.8 M, 8.4 G too. The operations remain unexplained.
 AA_RESNET50 = replace(RESNET50, attention=AttentionAugmentedConv, groups=(2, 3, 4), first_group={"downsample": 2})
 # Table 3: 23.3 M, 8.6 G, and 42.0 M, 16.0 G for 101 layers. Counted: 23.4 M, 8.6 G; 40.8 M, 15.6 G. LR-Net widens the
 # blocks inside to 100, 200, 400 and 800 channels; 8, which share a weight, do not divide 100: the first is 104. Without
