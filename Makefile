@@ -21,6 +21,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/data_path.py
 
 figures: $(STAMP)
 	$(BIN)/python docs/draw_module.py

@@ -193,7 +193,13 @@ def make_model(recipe: Recipe, num_classes: int) -> nn.Module:
     # timm's networks take an image size only where their structure depends on it.
     if recipe.model in list_models() or timm.models.get_pretrained_cfg_value(recipe.model, "fixed_input_size"):
         options.setdefault("img_size", recipe.image_size)
-    return create_model(recipe.model, num_classes=num_classes, **options)
+    try:
+        return create_model(recipe.model, num_classes=num_classes, **options)
+    except TypeError as error:
+        raise ValueError(
+            f"{recipe.model} does not take all of model_kwargs {recipe.model_kwargs}: {error} "
+            "(--set model_kwargs={} leaves them out)"
+        ) from error
 
 
 def synchronise_bn(model: nn.Module, accelerator: Accelerator) -> nn.Module:
