@@ -50,6 +50,16 @@ def check_reach(reach: int | None) -> None:
         raise ValueError(f"reach must be 0 or more, or None for the whole map, got {reach}")
 
 
+def check_heads(num_heads: int, **channels: int) -> None:
+    """Check that the heads divide the channels, given by name."""
+    for name, value in {"num_heads": num_heads, **channels}.items():
+        if value < 1:
+            raise ValueError(f"{name} must be 1 or more, got {value}")
+    for name, value in channels.items():
+        if value % num_heads:
+            raise ValueError(f"{name} must be divisible by the number of heads, got {value} for {num_heads} heads")
+
+
 def check_same_kind(**tensors: Tensor) -> None:
     """Check that all tensors of a call have one dtype and one device."""
     for attribute in ("dtype", "device"):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gsanet.functional.checks import check_feature_map
+from gsanet.functional.checks import check_feature_map, check_heads
 from gsanet.functional.lean import fit_table
 from gsanet.layers.attention import Combination, Properties
 from gsanet.layers.relative import RelativeTables
@@ -53,9 +53,7 @@ class AxialAttention(RelativeTables):
         dtype: torch.dtype | None = None,
     ):
         dim_out = dim if dim_out is None else dim_out
-        for name, value in {"dim": dim, "dim_out": dim_out}.items():
-            if value % num_heads:
-                raise ValueError(f"{name} must be divisible by the number of heads, got {value} for {num_heads} heads")
+        check_heads(num_heads, dim=dim, dim_out=dim_out)
         super().__init__(feat_size, dim // num_heads, keep_reach=keep_reach, device=device, dtype=dtype)
         self.dim, self.dim_out, self.stride, self.num_heads = dim, dim_out, stride, num_heads
         self.qkv = nn.Conv2d(dim, 2 * dim + dim_out, 1, bias=False, device=device, dtype=dtype)

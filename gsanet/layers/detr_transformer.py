@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from gsanet.functional.checks import check_feature_map
+from gsanet.functional.checks import check_feature_map, check_heads
 from gsanet.layers.attention import Attention, Combination, Properties
 
 
@@ -48,8 +48,7 @@ class DETRTransformer(Attention):
         super().__init__()
         if dim_out % 4:
             raise ValueError(f"dim_out must be a multiple of 4, got {dim_out}")
-        if dim_out % num_heads:
-            raise ValueError(f"dim_out must be divisible by the number of heads, got {dim_out} for {num_heads} heads")
+        check_heads(num_heads, dim_out=dim_out)
         self.dim, self.dim_out = dim, dim_out
         self.project = nn.Linear(dim, dim_out, device=device, dtype=dtype)
         self.layers = nn.ModuleList(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gsanet.functional import content_attention
-from gsanet.functional.checks import check_feature_map
+from gsanet.functional.checks import check_feature_map, check_heads
 from gsanet.layers.attention import Attention, Combination, Properties
 
 
@@ -43,10 +43,7 @@ class EfficientAttention(Attention):
     ):
         super().__init__()
         dim_inner = dim_inner or dim // 2
-        if dim_inner % num_heads:
-            raise ValueError(
-                f"dim_inner must be divisible by the number of heads, got {dim_inner} for {num_heads} heads"
-            )
+        check_heads(num_heads, dim_inner=dim_inner)
         self.dim, self.dim_inner, self.num_heads, self.zero_init_last = dim, dim_inner, num_heads, zero_init_last
         self.qkv = nn.Linear(dim, 3 * dim_inner, device=device, dtype=dtype)
         self.project = nn.Linear(dim_inner, dim, device=device, dtype=dtype)
