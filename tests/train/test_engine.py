@@ -224,6 +224,7 @@ def test_a_truncated_checkpoint_is_named_and_the_run_goes_on_from_the_one_before
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tiny_recipe, tmp_path, monkeypatch, capsys):
     run, recipe, push = tmp_path / "run", tiny_recipe(steps=30), StepLog.push
+    before = signal.getsignal(signal.SIGINT)
 
     def press_at_step_7(self, step, *arguments, **options):
         if step == 7:
@@ -237,7 +238,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tiny_recipe, tmp_path, monkeypatch, 
     assert f"To go on: gsanet train --resume {run}" in capsys.readouterr().out
     assert checkpoint.load(run / "last")[0].state["step"] == result.progress.step
     monkeypatch.undo()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     train(recipe, run, resume=True)
     train(recipe, tmp_path / "whole")
     assert_same_weights(weights(run), weights(tmp_path / "whole"))
