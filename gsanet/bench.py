@@ -7,7 +7,6 @@ cross-entropy, backward and a step of SGD with momentum.
 import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gsanet
+from gsanet.models.registry import as_typed
+from gsanet.provenance import package_commit
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -76,7 +77,7 @@ class BenchRow:
     @property
     def name(self) -> str:
         """The network's name and options, as one types them."""
-        return ", ".join([self.model, *(f"{name}={value}" for name, value in self.model_kwargs.items())])
+        return as_typed(self.model, self.model_kwargs)
 
 
 def bench(
@@ -279,7 +280,6 @@ def _one_line(error: Exception) -> str:
 
 def environment(device: str) -> dict[str, str]:
     """What the measurements were made with."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores"
     return {
         "device": name,
@@ -287,5 +287,5 @@ def environment(device: str) -> dict[str, str]:
         "torch": torch.__version__,
         "timm": timm.__version__,
         "python": platform.python_version(),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": (package_commit() or "unknown")[:7],
     }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gsanet.functional import checks
 from gsanet.functional.backends import Axis, select_backend
+from gsanet.functional.pooling import average_pool
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -146,9 +147,7 @@ def global_self_attention_map(
     )
     out = global_self_attention(q, k if content else None, v, rel_column, rel_row, norm, reach)
     out = _to_feature_map(out)
-    if stride > 1:
-        out = F.avg_pool2d(out, stride, ceil_mode=True, count_include_pad=False)
-    return out
+    return average_pool(out, stride)
 
 
 def _to_feature_map(x: Tensor) -> Tensor:

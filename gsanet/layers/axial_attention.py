@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gsanet.functional.checks import check_feature_map, check_heads
 from gsanet.functional.lean import fit_table
+from gsanet.functional.pooling import average_pool
 from gsanet.layers.attention import Combination, Properties
 from gsanet.layers.relative import RelativeTables
 
@@ -84,9 +85,7 @@ class AxialAttention(RelativeTables):
         column = self.norm(column.flatten(3).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).unflatten(-1, v.shape[3:])
         row = axial_attention(q.transpose(1, 2), k.transpose(1, 2), column.transpose(1, 2), self.rel_row)
         out = row.transpose(1, 2).flatten(3).permute(0, 3, 1, 2)
-        if self.stride > 1:
-            out = F.avg_pool2d(out, self.stride, ceil_mode=True, count_include_pad=False)
-        return out
+        return average_pool(out, self.stride)
 
 
 def axial_attention(q: Tensor, k: Tensor, v: Tensor, rel: Tensor) -> Tensor:

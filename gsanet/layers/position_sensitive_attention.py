@@ -10,11 +10,11 @@ have half the channels of v.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gsanet.functional.checks import check_feature_map
 from gsanet.functional.lean import fit_table
+from gsanet.functional.pooling import average_pool
 from gsanet.layers.attention import Combination, Properties
 from gsanet.layers.relative import RelativeTables
 
@@ -79,9 +79,7 @@ class PositionSensitiveAttention(RelativeTables):
         assert self.rel_row is not None
         x = self.column(x, self.rel_column)
         x = self.row(x.transpose(2, 3), self.rel_row).transpose(2, 3)
-        if self.stride > 1:
-            x = F.avg_pool2d(x, self.stride, ceil_mode=True, count_include_pad=False)
-        return x
+        return average_pool(x, self.stride)
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""

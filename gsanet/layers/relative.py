@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from gsanet.functional.checks import check_reach
 from gsanet.layers.attention import Attention
 
+TABLES = ("rel_column", "rel_row")  # the names of the parameters
+
 
 class RelativeTables(Attention):
     """Base of the modules with learned embeddings of the offsets along a column and along a row.
@@ -78,7 +80,7 @@ class RelativeTables(Attention):
         this call hold the old tables: make them after it.
         """
         self.feat_size = _check_size(feat_size)
-        for axis, name in enumerate(("rel_column", "rel_row")):
+        for axis, name in enumerate(TABLES):
             table = getattr(self, name)
             if table is not None and table.shape[0] != self._rows(axis):
                 resized = resize_table(table, self._rows(axis))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gsanet.functional.checks import check_feature_map, check_window
 from gsanet.functional.local import local_mix, local_scores, outside
+from gsanet.functional.pooling import average_pool
 from gsanet.layers.attention import Attention, Combination, Properties
 
 
@@ -84,9 +85,7 @@ class StandAloneAttention(Attention):
         hidden = outside((x.shape[2], x.shape[3]), self.window, x.device)[:, :, None]
         weights = scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1).to(v.dtype)
         out = local_mix(weights, v, self.window, padding=self.window // 2).flatten(3).permute(0, 3, 1, 2)
-        if self.stride > 1:
-            out = F.avg_pool2d(out, self.stride, ceil_mode=True, count_include_pad=False)
-        return out
+        return average_pool(out, self.stride)
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""

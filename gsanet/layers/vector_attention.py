@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gsanet.functional.checks import check_feature_map, check_window
 from gsanet.functional.local import local_mix, mirror
+from gsanet.functional.pooling import average_pool
 from gsanet.layers.attention import Attention, Combination, Properties
 
 
@@ -86,9 +87,7 @@ class VectorAttention(Attention):
         weights = self.weigh(phi, mirror(psi, reach)).to(beta.dtype)  # b, x, y, group, offset
         out = local_mix(weights, mirror(beta, reach).unflatten(-1, (-1, self.share)), self.window)
         out = out.flatten(3).permute(0, 3, 1, 2)
-        if self.stride > 1:
-            out = F.avg_pool2d(out, self.stride, ceil_mode=True, count_include_pad=False)
-        return out
+        return average_pool(out, self.stride)
 
     def weigh(self, phi: Tensor, psi: Tensor) -> Tensor:
         """The weights (batch, x, y, group, offset); psi has the window's reach more on each side."""

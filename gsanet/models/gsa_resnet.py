@@ -18,7 +18,7 @@ from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, SelfAttnBlock
 from torch import Tensor, nn
 
 from gsanet.layers import AxialAttention, GlobalSelfAttention, LocalRelation
-from gsanet.layers.relative import RelativeTables, resize_table
+from gsanet.layers.relative import TABLES, RelativeTables, resize_table
 from gsanet.layers.stand_alone_attention import AttentionStem
 from gsanet.suggest import suggest
 
@@ -156,7 +156,7 @@ class GSAResNet(ByobNet):
             # Table 2: axial attention without content is the GSA module's own positional attention.
             settings = replace(settings, attention=GlobalSelfAttention)
         attention_kwargs = take(kwargs, _options(settings.attention))
-        _check_options(kwargs, settings.attention)
+        check_options(kwargs, [*_options(settings.attention), *(field.name for field in fields(cfg))])
         byo = settings.to_byo(img_size or 224, output_stride, attention_kwargs)
         # timm's stems have a stride of 2, or 4 with a max-pool. Where ours has another, what timm counts from it is
         # scaled.
@@ -202,9 +202,7 @@ def fit_state_dict(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str,
     """Weights trained at one image size, made to fit a model of another: only the tables differ."""
     target = model.state_dict()
     return {
-        name: resize_table(tensor, len(target[name]))
-        if name.endswith((".rel_column", ".rel_row")) and name in target
-        else tensor
+        name: resize_table(tensor, len(target[name])) if name.endswith(TABLES) and name in target else tensor
         for name, tensor in state_dict.items()
     }
 
@@ -215,14 +213,13 @@ def _options(attention: type[nn.Module]) -> list[str]:
     return [name for name in inspect.signature(attention.__init__).parameters if name not in given]
 
 
-def _check_options(kwargs: dict[str, Any], attention: type[nn.Module]) -> None:
-    """Refuse an option that nobody knows, with the nearest that somebody does."""
+def check_options(kwargs: dict[str, Any], taken: list[str]) -> None:
+    """Refuse an option that timm's network does not know; the nearest of its own and those already taken is named."""
     timms = {*inspect.signature(ByobNet.__init__).parameters, *(field.name for field in fields(ByoModelCfg))}
     timms -= {"self", "cfg", "kwargs", "blocks"}
     for name in kwargs:
         if name not in timms:
-            known = {*timms, *_options(attention), *(field.name for field in fields(ResNetSettings))}
-            raise TypeError(f"unknown option {name!r} of a network: {suggest(name, sorted(known))}")
+            raise TypeError(f"unknown option {name!r} of a network: {suggest(name, sorted({*timms, *taken}))}")
 
 
 def take(kwargs: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -289,9 +286,7 @@ NETWORKS: dict[str, tuple[ResNetSettings, dict[str, Any]]] = {
 default_cfgs = generate_default_cfgs({name: network_cfg(*network) for name, network in NETWORKS.items()})
 
 
-def entry_point(
-    name: str, settings: ResNetSettings, module: str, network: type[GSAResNet] = GSAResNet
-) -> Callable[..., nn.Module]:
+def entry_point(name: str, settings: Any, module: str, network: type[ByobNet] = GSAResNet) -> Callable[..., nn.Module]:
     """The function behind a name, registered with timm as one of the module's."""
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:

@@ -1,5 +1,6 @@
 """Networks by name: timm's registry, with the names of this package and a hint when one is misspelt."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import timm
@@ -31,6 +32,11 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Modul
 def list_models(pattern: str = "", pretrained: bool = False) -> list[str]:
     """The names of this package's networks, optionally those that match a pattern such as `"gsa_*"`."""
     return timm.list_models(pattern, module=MODULES, pretrained=pretrained)
+
+
+def as_typed(name: str, options: Mapping[str, Any]) -> str:
+    """A network's name and options, as one types them."""
+    return ", ".join([name, *(f"{option}={value}" for option, value in options.items())])
 
 
 def check_name(name: str) -> None:

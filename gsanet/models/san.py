@@ -8,17 +8,16 @@ stage and 7x7 in the others.
 timm's `ByobNet` holds it all together: the block here is one more type for it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from timm.layers import BatchNormAct2d, ConvNormAct, DropPath, to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, register_block
 from torch import Tensor, nn
 
 from gsanet.layers import PairwiseAttention, PatchwiseAttention
-from gsanet.models.gsa_resnet import RESNET50, Size, network_cfg, take
+from gsanet.models.gsa_resnet import RESNET50, Size, check_options, entry_point, network_cfg, take
 
 __all__ = ["NETWORKS", "SAN", "SANSettings"]
 
@@ -46,6 +45,11 @@ class SANSettings:
             raise ValueError(f"depths must be 1 to {len(self.widths)} numbers of blocks, got {self.depths}")
         if any(width < 32 or width % 32 for width in self.widths):
             raise ValueError(f"widths must be multiples of 32, got {self.widths}")
+
+    @property
+    def num_features(self) -> int:
+        """How many feature maps `features_only` gives: one a stage, and the stem's."""
+        return len(self.depths) + 1
 
     def to_byo(self) -> ByoModelCfg:
         """The network as timm's configuration."""
@@ -133,7 +137,9 @@ class SAN(ByobNet):
     """
 
     def __init__(self, cfg: SANSettings, img_size: int | Size | None = None, output_stride: int = 32, **kwargs: Any):
-        settings = replace(cfg, **take(kwargs, [field.name for field in fields(SANSettings)]))
+        names = [field.name for field in fields(SANSettings)]
+        settings = replace(cfg, **take(kwargs, names))
+        check_options(kwargs, names)
         # timm's stem has a stride of 2, ours none: what timm counts from it is halved.
         super().__init__(settings.to_byo(), output_stride=2 * output_stride, **kwargs)
         factory: dict[str, Any] = {name: kwargs.get(name) for name in ("device", "dtype")}
@@ -159,23 +165,5 @@ DIFFERENCES = {"fixed_input_size": False, "first_conv": "stem.conv"}
 
 default_cfgs = generate_default_cfgs({name: network_cfg(RESNET50, DIFFERENCES) for name in NETWORKS})
 
-
-def _entry_point(name: str) -> Callable[..., nn.Module]:
-    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        features = range(len(kwargs.get("depths", NETWORKS[name].depths)) + 1)
-        return build_model_with_cfg(
-            SAN,
-            name,
-            pretrained,
-            model_cfg=NETWORKS[name],
-            feature_cfg={"flatten_sequential": True, "out_indices": tuple(features)},
-            **kwargs,
-        )
-
-    create.__name__ = create.__qualname__ = name
-    create.__doc__ = f"`{name}`: options as in `SAN`."
-    return register_model(create)
-
-
-for _name in NETWORKS:
-    globals()[_name] = _entry_point(_name)
+for _name, _settings in NETWORKS.items():
+    globals()[_name] = entry_point(_name, _settings, __name__, SAN)

@@ -10,6 +10,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from gsanet.models.registry import as_typed
+
 CHECK = "✓"
 NOTHING = ("", "-")  # what the paper prints where it has no number
 
@@ -27,7 +29,7 @@ class Network:
         return dict(self.options)
 
     def __str__(self) -> str:
-        return ", ".join([self.model, *(f"{name}={value}" for name, value in self.options)])
+        return as_typed(self.model, self.kwargs)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from gsanet.models.registry import as_typed
 from gsanet.paper.notes import NOTES
 from gsanet.paper.printed import printed_tables
 from gsanet.paper.tables import count
@@ -54,7 +55,7 @@ class StructureRow:
     @property
     def made_by(self) -> str:
         """The model's name and options, as one types them."""
-        return ", ".join([self.model, *(f"{name}={value}" for name, value in self.options.items())])
+        return as_typed(self.model, self.options)
 
 
 def structure() -> Iterator[StructureRow]:

@@ -3,7 +3,6 @@
 import json
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 import gsanet
+from gsanet.provenance import package_commit
 from gsanet.train.checkpoint import explained, go_on, replace_file
 from gsanet.train.recipe import Recipe, load_recipe
 
@@ -54,7 +54,7 @@ def _session(recipe: Recipe) -> dict[str, Any]:
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "gsanet": gsanet.__version__,
-        "commit": _commit(),
+        "commit": package_commit(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if gpu else None,
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if gpu else platform.processor(),
@@ -64,15 +64,3 @@ def _session(recipe: Recipe) -> dict[str, Any]:
         "seed": recipe.seed,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-
-
-def _commit() -> str | None:
-    """The commit of the package's source, if it runs from a checkout."""
-    root = Path(gsanet.__file__).parents[1]
-    if not (root / ".git").exists():
-        return None
-    try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip() or None

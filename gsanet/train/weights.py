@@ -9,10 +9,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from gsanet.layers.relative import TABLES
 from gsanet.models import fit_state_dict
 from gsanet.train import checkpoint
-
-TABLES = (".rel_column", ".rel_row")
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:

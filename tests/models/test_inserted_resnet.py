@@ -9,6 +9,7 @@ import sys
 import pytest
 import timm
 import torch
+from helpers import losses_on_one_batch
 from torch.testing import assert_close
 
 import gsanet
@@ -245,13 +246,5 @@ def test_a_few_steps_learn(name):
     model = timm.create_model(
         name, depths=(1, 1, 1), widths=(16, 32, 64), stem="3x3/1", num_classes=10, **options
     ).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    x, y = torch.randn(16, 3, 16, 16), torch.arange(16) % 10
-    losses = []
-    for _ in range(20):
-        loss = torch.nn.functional.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_on_one_batch(model, 20)
     assert losses[-1] < 0.5 * losses[0]

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import timm
 import torch
+from helpers import losses_on_one_batch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
@@ -409,15 +410,7 @@ def test_one_step_learns():
     """A few steps on one batch bring its loss down: the whole network is connected."""
     torch.manual_seed(1)
     model = create("gsa_resnet26_tiny", img_size=16, depths=(1, 1, 1)).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    x, y = torch.randn(16, 3, 16, 16), torch.arange(16) % 10
-    losses = []
-    for _ in range(15):
-        loss = torch.nn.functional.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_on_one_batch(model, 15)
     assert losses[-1] < 0.5 * losses[0]
 
 

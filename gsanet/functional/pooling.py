@@ -1,0 +1,9 @@
+"""How every attention module here strides: by average pooling after attending."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def average_pool(x: Tensor, stride: int) -> Tensor:
+    """A map (batch, channels, height, width) pooled by stride x stride; the last window may be cut by the border."""
+    return F.avg_pool2d(x, stride, ceil_mode=True, count_include_pad=False) if stride > 1 else x
