@@ -1,0 +1,60 @@
+"""The kernels' arguments as they lie in memory: each structure here mirrors the one of the same file in `kernels`."""
+
+from ctypes import Structure, c_float, c_int, c_longlong, c_void_p
+from typing import Any
+
+from torch import Tensor
+
+from gsanet.functional.backends import Axis
+
+
+class Map(Structure):
+    """A map in global memory: `Map` of `kernels/tiles.cuh`."""
+
+    _fields_ = (("data", c_void_p), ("batch", c_longlong), ("line", c_int), ("pixel", c_int))
+
+
+def _structure(name: str, **fields: Any) -> type[Structure]:
+    return type(name, (Structure,), {"_fields_": list(fields.items())})
+
+
+LineForward: Any = _structure(
+    "LineForward",
+    queries=Map, values=Map, out=Map,
+    rel=c_void_p, norm=c_void_p, context=c_void_p, finish=c_void_p, centre=c_void_p, statistics=c_void_p,
+    lines_per_image=c_int, total_lines=c_int, heads=c_int,
+)  # fmt: skip
+
+LineBackward: Any = _structure(
+    "LineBackward",
+    queries=Map, values=Map, gradient=Map, second=Map, keys=Map, d_queries=Map, d_values=Map, d_keys=Map,
+    rel=c_void_p, d_rel=c_void_p, norm=c_void_p, context=c_void_p, context_turned=c_void_p,
+    key_max=c_void_p, key_offset=c_void_p, moments=c_void_p, statistics=c_void_p,
+    lines_per_image=c_int, total_lines=c_int, heads=c_int,
+)  # fmt: skip
+
+Context: Any = _structure(
+    "Context",
+    left=Map, right=Map,
+    partial=c_void_p, maxima=c_void_p, sums=c_void_p, context=c_void_p, turned=c_void_p,
+    gradient=c_void_p, gradient_turned=c_void_p, key_max=c_void_p, key_inverse=c_void_p, key_offset=c_void_p,
+    pixels=c_int, width=c_int, pieces=c_int, heads=c_int,
+)  # fmt: skip
+
+Norm: Any = _structure(
+    "Norm",
+    partial=c_void_p, centre=c_void_p, weight=c_void_p, bias=c_void_p, applied=c_void_p, coefficients=c_void_p,
+    blocks=c_int, channels=c_int, count=c_float, epsilon=c_float, fixed=c_int,
+)  # fmt: skip
+
+
+def line_map(tensor: Tensor, axis: Axis) -> Map:
+    """A map (batch, x, y, ...) with its lines along an axis."""
+    batch, x, y = tensor.stride()[:3]
+    line, pixel = (y, x) if axis == "column" else (x, y)
+    return Map(tensor.data_ptr(), batch, line, pixel)
+
+
+def pixel_map(tensor: Tensor) -> Map:
+    """A map (batch, x, y, ...) as one line of pixels for each image: rows must follow each other."""
+    return Map(tensor.data_ptr(), tensor.stride(0), 0, tensor.stride(2))

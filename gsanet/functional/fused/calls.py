@@ -1,0 +1,340 @@
+"""Tensors in, tensors out: one function for each kernel, which plans, allocates and launches.
+
+Maps are (batch, x, y, head, channel) with the channels of a pixel side by side. All results are new tensors unless an
+argument says otherwise; those that a kernel writes whole are not initialised.
+"""
+
+from ctypes import Structure
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gsanet.functional.backends import Axis
+from gsanet.functional.fused import arguments
+from gsanet.functional.fused.compiler import load_kernel
+from gsanet.functional.fused.plan import (
+    Launch,
+    Machine,
+    Shape,
+    machine_of,
+    plan_context,
+    plan_line,
+    plan_norm,
+)
+
+
+def launch(plan: Launch, values: Structure, device: torch.device) -> None:
+    """Start a kernel on the current stream."""
+    kernel = load_kernel(plan.kernel, device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    kernel.launch((*plan.grid, 1), plan.threads, plan.shared_bytes, values, stream)
+
+
+def machine(device: torch.device) -> Machine:
+    """The GPU that plans are made for."""
+    return machine_of(device)
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """The map itself if the channels of each pixel lie side by side, else a copy."""
+    return x if x.stride(4) == 1 and x.stride(3) == x.shape[4] else x.contiguous()
+
+
+def shape_of(q: Tensor, v: Tensor, *others: Tensor) -> Shape:
+    """The shape of a layer; `others` are further maps that its kernels move."""
+    access = 16 // q.element_size()
+    vector = all(
+        tensor.shape[-1] % access == 0
+        and tensor.data_ptr() % 16 == 0
+        and all(stride % access == 0 for stride in tensor.stride()[:3])
+        for tensor in (q, v, *others)
+    )
+    return Shape(q.dtype, q.shape[3], q.shape[4], v.shape[4], vector)
+
+
+class Attended(NamedTuple):
+    """The output of a line layer, and the sums of its channels, (blocks, 2, channels), if they were asked for."""
+
+    out: Tensor
+    statistics: Tensor | None
+
+
+def attend(
+    q: Tensor,
+    v: Tensor,
+    rel: Tensor,
+    axis: Axis,
+    *,
+    norm: Tensor | None = None,
+    context: Tensor | None = None,
+    finish: Tensor | None = None,
+    centre: Tensor | None = None,
+    pool: bool = False,
+) -> Attended:
+    """Positional attention along one axis.
+
+    Args:
+        q: Queries.
+        v: Values.
+        rel: Embeddings of all offsets on the line, (2 * length - 1, k).
+        axis: The axis.
+        norm: Scale and shift of the values, (2 or more, channels) in float32.
+        context: Context vectors of content attention, turned, from `context_vectors`: its output is added.
+        finish: Scale and shift of the output, before a ReLU, (2, channels) in float32.
+        centre: The sums of the output's channels are taken about these, (channels) in float32.
+        pool: Average 2 x 2 pixels.
+    """
+    batch, height, width, heads, _ = q.shape
+    length, across = (height, width) if axis == "column" else (width, height)
+    size = (height // 2, width // 2) if pool else (height, width)
+    out = q.new_empty(batch, *size, heads, v.shape[4])
+    plan = plan_line(
+        machine(q.device),
+        shape_of(q, v, out),
+        length,
+        batch * across,
+        backward=False,
+        norm_values=norm is not None,
+        content=context is not None,
+        pool=pool,
+        finish=finish is not None,
+        statistics=centre is not None,
+    )
+    assert plan is not None
+    statistics = None
+    if centre is not None:
+        statistics = q.new_empty(plan.grid[0], 2, heads * v.shape[4], dtype=torch.float32)
+    values = arguments.LineForward(
+        queries=arguments.line_map(q, axis),
+        values=arguments.line_map(v, axis),
+        out=arguments.line_map(out, axis),
+        rel=rel.data_ptr(),
+        norm=_pointer(norm),
+        context=_pointer(context),
+        finish=_pointer(finish),
+        centre=_pointer(centre),
+        statistics=_pointer(statistics),
+        lines_per_image=across,
+        total_lines=batch * across,
+        heads=heads,
+    )
+    launch(plan, values, q.device)
+    return Attended(out, statistics)
+
+
+class ContentGradient(NamedTuple):
+    """What the column layer's gradient needs for that of the keys and values in content attention."""
+
+    keys: Tensor
+    d_keys: Tensor  # written
+    gradient: Tensor
+    gradient_turned: Tensor
+    key_max: Tensor
+    key_offset: Tensor
+
+
+class AttendedGradient(NamedTuple):
+    """The gradients of a line layer; `statistics` as in `Attended`."""
+
+    d_rel: Tensor
+    statistics: Tensor | None
+
+
+def attend_gradient(
+    q: Tensor,
+    v: Tensor,
+    rel: Tensor,
+    d_out: Tensor,
+    axis: Axis,
+    d_queries: Tensor,
+    d_values: Tensor,
+    *,
+    accumulate: bool = False,
+    norm: Tensor | None = None,
+    moments: Tensor | None = None,
+    coefficients: Tensor | None = None,
+    normalised: Tensor | None = None,
+    context: Tensor | None = None,
+    content: ContentGradient | None = None,
+    pool: bool = False,
+) -> AttendedGradient:
+    """The gradients of positional attention along one axis.
+
+    Args:
+        q: Queries.
+        v: Values.
+        rel: Embeddings, as in `attend`.
+        d_out: Gradient of the output.
+        axis: The axis.
+        d_queries: Where the gradient of q goes.
+        d_values: Where the gradient of v goes.
+        accumulate: The gradient of q is added to what is there.
+        norm: As in `attend`.
+        moments: Mean and 1 / standard deviation of the values, (2, channels): asks for the sums of d_values, and of
+            d_values times the normalised values.
+        coefficients: (3 or more, channels), a, b and c: the gradient of the output is a * d_out + b * normalised + c.
+        normalised: The input of the batch norm whose output `d_out` is the gradient of; with `coefficients`.
+        context: Context vectors: d_out @ context^T is added to the gradient of q.
+        content: Adds content attention's gradient to that of v, and gives that of the keys.
+        pool: The output was pooled.
+    """
+    batch, height, width, heads, _ = q.shape
+    length, across = (height, width) if axis == "column" else (width, height)
+    maps = [d_out, d_queries, d_values]
+    if normalised is not None:
+        maps.append(normalised)
+    if content is not None:
+        maps += [content.keys, content.d_keys]
+    plan = plan_line(
+        machine(q.device),
+        shape_of(q, v, *maps),
+        length,
+        batch * across,
+        backward=True,
+        norm_values=norm is not None,
+        norm_gradient=coefficients is not None,
+        pool=pool,
+        content_queries=context is not None,
+        content_keys=content is not None,
+        accumulate=accumulate,
+        statistics=moments is not None,
+    )
+    assert plan is not None
+    d_rel = q.new_empty(plan.grid[0] * plan.grid[1], *rel.shape, dtype=torch.float32)
+    statistics = None
+    if moments is not None:
+        statistics = q.new_empty(plan.grid[0], 2, heads * v.shape[4], dtype=torch.float32)
+    values = arguments.LineBackward(
+        queries=arguments.line_map(q, axis),
+        values=arguments.line_map(v, axis),
+        gradient=arguments.line_map(d_out, axis),
+        d_queries=arguments.line_map(d_queries, axis),
+        d_values=arguments.line_map(d_values, axis),
+        rel=rel.data_ptr(),
+        d_rel=d_rel.data_ptr(),
+        norm=_pointer(norm if coefficients is None else coefficients),
+        context=_pointer(context),
+        moments=_pointer(moments),
+        statistics=_pointer(statistics),
+        lines_per_image=across,
+        total_lines=batch * across,
+        heads=heads,
+    )
+    if normalised is not None:
+        values.second = arguments.line_map(normalised, axis)
+    if content is not None:
+        values.keys = arguments.line_map(content.keys, axis)
+        values.d_keys = arguments.line_map(content.d_keys, axis)
+        values.context = content.gradient.data_ptr()
+        values.context_turned = content.gradient_turned.data_ptr()
+        values.key_max = content.key_max.data_ptr()
+        values.key_offset = content.key_offset.data_ptr()
+    launch(plan, values, q.device)
+    return AttendedGradient(d_rel.sum(0), statistics)
+
+
+class ContextVectors(NamedTuple):
+    """Context vectors, (batch, head, k, v) with both widths padded, the same turned, and the softmax of the keys."""
+
+    context: Tensor
+    turned: Tensor
+    key_max: Tensor  # batch, head, k
+    key_inverse: Tensor  # 1 / sum
+
+
+def empty_context(q: Tensor, v: Tensor) -> ContextVectors:
+    """Tensors of the right shapes."""
+    shape = Shape(q.dtype, q.shape[3], q.shape[4], v.shape[4], vector=True)
+    key, value = shape.padded(shape.key), shape.padded(shape.value)
+    batch, heads = q.shape[0], q.shape[3]
+    softmax = q.new_empty(2, batch, heads, shape.key, dtype=torch.float32)
+    return ContextVectors(
+        q.new_empty(batch, heads, key, value), q.new_empty(batch, heads, value, key), softmax[0], softmax[1]
+    )
+
+
+def context_vectors(k: Tensor, v: Tensor) -> ContextVectors:
+    """softmax(k)^T v over the pixels of each image."""
+    result = empty_context(k, v)
+    values, combine = _context_pieces(k, v, softmax=True, pool=False)
+    values.context, values.turned = result.context.data_ptr(), result.turned.data_ptr()
+    values.key_max, values.key_inverse = result.key_max.data_ptr(), result.key_inverse.data_ptr()
+    launch(combine, values, k.device)
+    return result
+
+
+def context_gradient(q: Tensor, d_out: Tensor, vectors: ContextVectors, pool: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of the context vectors divided by the softmax's sums, turned too, and what the softmax subtracts."""
+    gradient, turned = torch.empty_like(vectors.context), torch.empty_like(vectors.turned)
+    offset = torch.empty_like(vectors.key_max)
+    values, combine = _context_pieces(q, d_out, softmax=False, pool=pool)
+    values.context, values.key_inverse = vectors.context.data_ptr(), vectors.key_inverse.data_ptr()
+    values.gradient, values.gradient_turned = gradient.data_ptr(), turned.data_ptr()
+    values.key_offset = offset.data_ptr()
+    launch(combine, values, q.device)
+    return gradient, turned, offset
+
+
+def _context_pieces(left: Tensor, right: Tensor, softmax: bool, pool: bool) -> tuple[arguments.Context, Launch]:
+    batch, height, width, heads, _ = left.shape
+    shape = shape_of(left, right)
+    plan, combine = plan_context(machine(left.device), shape, height * width, batch, softmax=softmax, pool=pool)
+    pieces = plan.grid[0] // batch
+    partial = left.new_empty(batch * pieces, heads, shape.key, shape.value, dtype=torch.float32)
+    softmaxes = left.new_empty(2, batch * pieces, heads, shape.key, dtype=torch.float32) if softmax else None
+    values = arguments.Context(
+        left=arguments.pixel_map(left),
+        right=arguments.pixel_map(right),
+        partial=partial.data_ptr(),
+        maxima=None if softmaxes is None else softmaxes[0].data_ptr(),
+        sums=None if softmaxes is None else softmaxes[1].data_ptr(),
+        pixels=height * width,
+        width=width,
+        pieces=pieces,
+        heads=heads,
+    )
+    # Kept until the second kernel is launched: memory that is let go is given to the next tensor on the same stream.
+    values.tensors = (partial, softmaxes)
+    launch(plan, values, left.device)
+    return values, combine
+
+
+def norm_statistics(
+    statistics: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, count: int, epsilon: float
+) -> Tensor:
+    """Of a batch norm: scale, shift, mean, 1 / standard deviation and variance, (5, channels)."""
+    applied = torch.empty(5, statistics.shape[2], dtype=torch.float32, device=statistics.device)
+    values = arguments.Norm(
+        partial=statistics.data_ptr(),
+        centre=centre.data_ptr(),
+        weight=_pointer(weight),
+        bias=_pointer(bias),
+        applied=applied.data_ptr(),
+        blocks=statistics.shape[0],
+        channels=statistics.shape[2],
+        count=count,
+        epsilon=epsilon,
+    )
+    launch(plan_norm(statistics.shape[2], "norm_statistics"), values, statistics.device)
+    return applied
+
+
+def norm_gradient(statistics: Tensor, applied: Tensor, count: int, fixed: bool) -> Tensor:
+    """Of a batch norm: a, b and c of dx = a * dy + b * x + c, gradient of the weight, of the bias; (5, channels)."""
+    coefficients = torch.empty_like(applied)
+    values = arguments.Norm(
+        partial=statistics.data_ptr(),
+        applied=applied.data_ptr(),
+        coefficients=coefficients.data_ptr(),
+        blocks=statistics.shape[0],
+        channels=statistics.shape[2],
+        count=count,
+        fixed=fixed,
+    )
+    launch(plan_norm(statistics.shape[2], "norm_gradient"), values, statistics.device)
+    return coefficients
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,188 @@
+// Pieces of matrices in registers, as the tensor cores want them: how they are loaded, multiplied and stored.
+//
+// A product is always 16 x 8 in the output; DEPTH is the length of its sums: 16 or 8 for 16-bit scalars, 8 for floats.
+// In the output lane l holds of rows l / 4 and l / 4 + 8 the columns 2 (l % 4) and the next one.
+//
+// Loaders take a function `row(r)` that gives the address of a row of the matrix as it lies in memory: of the rows of the
+// operand (`load_left`, `load_right`: the sum runs along the row), or of those of its transpose (`..._transposed`: the
+// sum runs across rows).
+#pragma once
+#include <intrinsics.cuh>
+
+template <class T>
+constexpr bool IS_FLOAT = sizeof(T) == 4;
+
+template <class T>
+constexpr int PER_ACCESS = 16 / sizeof(T);  // scalars in 16 bytes
+
+// The depth of a product that a sum of this (padded) length is made of.
+template <class T>
+constexpr int depth_of(int length) {
+  return !IS_FLOAT<T> && length % 16 == 0 ? 16 : 8;
+}
+
+template <class T, int DEPTH>
+struct Left {  // 16 rows
+  Word words[IS_FLOAT<T> ? 4 : DEPTH / 4];
+};
+
+template <class T, int DEPTH>
+struct Right {  // 8 columns
+  Word words[IS_FLOAT<T> ? 2 : DEPTH / 8];
+};
+
+template <class T, int DEPTH, class Row>
+DEVICE Left<T, DEPTH> load_left(Row row) {
+  Left<T, DEPTH> left;
+  const int lane = lane_index();
+  if constexpr (IS_FLOAT<T>) {
+    const T *upper = row(lane / 4), *lower = row(lane / 4 + 8);
+    left.words[0] = float_bits(upper[lane % 4]);
+    left.words[1] = float_bits(lower[lane % 4]);
+    left.words[2] = float_bits(upper[lane % 4 + 4]);
+    left.words[3] = float_bits(lower[lane % 4 + 4]);
+  } else {
+    load_matrices<DEPTH / 4, false>(left.words, row(lane % 16) + (DEPTH == 16 ? lane / 16 * 8 : 0));
+  }
+  return left;
+}
+
+template <class T, int DEPTH, class Row>
+DEVICE Left<T, DEPTH> load_left_transposed(Row row) {
+  Left<T, DEPTH> left;
+  const int lane = lane_index();
+  if constexpr (IS_FLOAT<T>) {
+    const T *first = row(lane % 4), *second = row(lane % 4 + 4);
+    left.words[0] = float_bits(first[lane / 4]);
+    left.words[1] = float_bits(first[lane / 4 + 8]);
+    left.words[2] = float_bits(second[lane / 4]);
+    left.words[3] = float_bits(second[lane / 4 + 8]);
+  } else {
+    load_matrices<DEPTH / 4, true>(left.words, row(lane % 8 + (DEPTH == 16 ? lane / 16 * 8 : 0)) + lane / 8 % 2 * 8);
+  }
+  return left;
+}
+
+template <class T, int DEPTH, class Row>
+DEVICE Right<T, DEPTH> load_right(Row row) {
+  Right<T, DEPTH> right;
+  const int lane = lane_index();
+  if constexpr (IS_FLOAT<T>) {
+    const T* column = row(lane / 4);
+    right.words[0] = float_bits(column[lane % 4]);
+    right.words[1] = float_bits(column[lane % 4 + 4]);
+  } else {
+    load_matrices<DEPTH / 8, false>(right.words, row(lane % 8) + (DEPTH == 16 ? lane / 8 % 2 * 8 : 0));
+  }
+  return right;
+}
+
+template <class T, int DEPTH, class Row>
+DEVICE Right<T, DEPTH> load_right_transposed(Row row) {
+  Right<T, DEPTH> right;
+  const int lane = lane_index();
+  if constexpr (IS_FLOAT<T>) {
+    right.words[0] = float_bits(row(lane % 4)[lane / 4]);
+    right.words[1] = float_bits(row(lane % 4 + 4)[lane / 4]);
+  } else {
+    load_matrices<DEPTH / 8, true>(right.words, row(lane % DEPTH));
+  }
+  return right;
+}
+
+// Two neighbouring groups of 8 columns at once.
+template <class T, int DEPTH, class Row>
+DEVICE void load_right_pair(Right<T, DEPTH>& first, Right<T, DEPTH>& second, Row row) {
+  if constexpr (IS_FLOAT<T>) {
+    first = load_right<T, DEPTH>(row);
+    second = load_right<T, DEPTH>([&](int column) { return row(column + 8); });
+  } else {
+    const int lane = lane_index();
+    if constexpr (DEPTH == 16) {
+      Word words[4];
+      load_matrices<4, false>(words, row(lane % 8 + lane / 16 * 8) + lane / 8 % 2 * 8);
+      first = {words[0], words[1]}, second = {words[2], words[3]};
+    } else {
+      Word words[2];
+      load_matrices<2, false>(words, row(lane % 16));
+      first = {words[0]}, second = {words[1]};
+    }
+  }
+}
+
+template <class T, int DEPTH, class Row>
+DEVICE void load_right_transposed_pair(Right<T, DEPTH>& first, Right<T, DEPTH>& second, Row row) {
+  if constexpr (IS_FLOAT<T>) {
+    first = load_right_transposed<T, DEPTH>(row);
+    second = load_right_transposed<T, DEPTH>([&](int step) { return row(step) + 8; });
+  } else {
+    const int lane = lane_index();
+    if constexpr (DEPTH == 16) {
+      Word words[4];
+      load_matrices<4, true>(words, row(lane % 16) + lane / 16 * 8);
+      first = {words[0], words[1]}, second = {words[2], words[3]};
+    } else {
+      Word words[2];
+      load_matrices<2, true>(words, row(lane % 8) + lane / 8 % 2 * 8);
+      first = {words[0]}, second = {words[1]};
+    }
+  }
+}
+
+// As load_right, from any memory, not only shared.
+template <class T, int DEPTH, class Row>
+DEVICE Right<T, DEPTH> load_right_directly(Row row) {
+  if constexpr (IS_FLOAT<T>) {
+    return load_right<T, DEPTH>(row);
+  } else {
+    Right<T, DEPTH> right;
+    const int lane = lane_index();
+    const Word* words = reinterpret_cast<const Word*>(row(lane / 4));
+#pragma unroll
+    for (int i = 0; i < DEPTH / 8; ++i) right.words[i] = words[lane % 4 + 4 * i];
+    return right;
+  }
+}
+
+template <class T, int DEPTH>
+DEVICE void multiply(float& d0, float& d1, float& d2, float& d3, const Left<T, DEPTH>& left, const Right<T, DEPTH>& right) {
+  if constexpr (IS_FLOAT<T>) {
+    // a b = (a1 + a2)(b1 + b2) without a2 b2: three products of 10-bit fractions give float precision.
+    float a1[4], a2[4], b1[2], b2[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a1[i] = round_to_tf32(bits_float(left.words[i]));
+      a2[i] = round_to_tf32(bits_float(left.words[i]) - a1[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      b1[i] = round_to_tf32(bits_float(right.words[i]));
+      b2[i] = round_to_tf32(bits_float(right.words[i]) - b1[i]);
+    }
+    multiply_add_tf32(d0, d1, d2, d3, a2, b1);
+    multiply_add_tf32(d0, d1, d2, d3, a1, b2);
+    multiply_add_tf32(d0, d1, d2, d3, a1, b1);
+  } else {
+    multiply_add<T>(d0, d1, d2, d3, left.words, right.words);
+  }
+}
+
+template <class T, int DEPTH>
+DEVICE void multiply(float (&d)[4], const Left<T, DEPTH>& left, const Right<T, DEPTH>& right) {
+  multiply(d[0], d[1], d[2], d[3], left, right);
+}
+
+// Two neighbouring scalars, the first at an even index.
+template <class T>
+DEVICE void store_two(T* where, float first, float second) {
+  if constexpr (IS_FLOAT<T>) {
+    where[0] = first, where[1] = second;
+  } else {
+    *reinterpret_cast<Word*>(where) = pack<T>(first, second);
+  }
+}
+
+template <class T>
+DEVICE void load_two(const T* where, float& first, float& second) {
+  first = to_float(where[0]), second = to_float(where[1]);
+}

@@ -1,0 +1,146 @@
+// The instructions that C++ has no words for: this is the only file with PTX in it. The tests build the kernels for the
+// host with a file of the same name that does the same by ordinary means.
+#pragma once
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+#define SHARED_MEMORY(name) extern __shared__ __align__(16) unsigned char name[]
+
+using Word = unsigned int;  // two 16-bit scalars, the lower one first, or one float
+
+struct bf16 {
+  unsigned short bits;
+};
+
+struct f16 {
+  unsigned short bits;
+};
+
+DEVICE int thread_index() { return threadIdx.x; }
+DEVICE int block_index() { return blockIdx.x; }
+DEVICE int block_row() { return blockIdx.y; }
+DEVICE int block_count() { return gridDim.x; }
+DEVICE int warp_index() { return threadIdx.x >> 5; }
+DEVICE int lane_index() { return threadIdx.x & 31; }
+DEVICE void block_barrier() { __syncthreads(); }
+DEVICE void warp_barrier() { __syncwarp(); }
+DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+DEVICE Word float_bits(float value) { return __float_as_uint(value); }
+DEVICE float bits_float(Word bits) { return __uint_as_float(bits); }
+DEVICE float square_root(float value) { return sqrtf(value); }
+
+DEVICE float exponential(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value * 1.4426950408889634f));
+  return result;
+}
+
+DEVICE float to_float(float value) { return value; }
+DEVICE float to_float(bf16 value) { return __uint_as_float(static_cast<Word>(value.bits) << 16); }
+DEVICE float to_float(f16 value) {
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+  return result;
+}
+
+// Two floats rounded to T, in one word.
+template <class T>
+DEVICE Word pack(float low, float high);
+
+template <>
+DEVICE Word pack<bf16>(float low, float high) {
+  Word word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+
+template <>
+DEVICE Word pack<f16>(float low, float high) {
+  Word word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+
+// The 10 leading bits of a float's fraction, rounded, as a float.
+DEVICE float round_to_tf32(float value) {
+  Word word;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(value));
+  return __uint_as_float(word);
+}
+
+// COUNT (1, 2 or 4) matrices of 8 x 8 16-bit scalars from shared memory: lane l gives the address of row l % 8 of matrix
+// l / 8, and gets of each matrix the elements (l / 4, 2 (l % 4)) and the next one; TRANSPOSED swaps rows and columns.
+template <int COUNT, bool TRANSPOSED>
+DEVICE void load_matrices(Word (&words)[COUNT], const void* row) {
+  const Word address = static_cast<Word>(__cvta_generic_to_shared(row));
+  if constexpr (COUNT == 4) {
+    if constexpr (TRANSPOSED)
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(address) : "memory");
+    else
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(address) : "memory");
+  } else if constexpr (COUNT == 2) {
+    if constexpr (TRANSPOSED)
+      asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                   : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
+    else
+      asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                   : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
+  } else {
+    if constexpr (TRANSPOSED)
+      asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
+                   : "=r"(words[0]) : "r"(address) : "memory");
+    else
+      asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(words[0]) : "r"(address) : "memory");
+  }
+}
+
+// d += a b for a 16 x 16 and a 16 x 8 matrix, their fragments laid out as PTX's mma.m16n8k16 says.
+template <class T>
+DEVICE void multiply_add(float& d0, float& d1, float& d2, float& d3, const Word (&a)[4], const Word (&b)[2]);
+
+template <>
+DEVICE void multiply_add<bf16>(float& d0, float& d1, float& d2, float& d3, const Word (&a)[4], const Word (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+template <>
+DEVICE void multiply_add<f16>(float& d0, float& d1, float& d2, float& d3, const Word (&a)[4], const Word (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The same for 16 x 8 and 8 x 8.
+template <class T>
+DEVICE void multiply_add(float& d0, float& d1, float& d2, float& d3, const Word (&a)[2], const Word (&b)[1]);
+
+template <>
+DEVICE void multiply_add<bf16>(float& d0, float& d1, float& d2, float& d3, const Word (&a)[2], const Word (&b)[1]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3) : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+}
+
+template <>
+DEVICE void multiply_add<f16>(float& d0, float& d1, float& d2, float& d3, const Word (&a)[2], const Word (&b)[1]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3) : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+}
+
+// The same for 16 x 8 and 8 x 8 floats of which only the bits that round_to_tf32 leaves are used.
+DEVICE void multiply_add_tf32(float& d0, float& d1, float& d2, float& d3, const float (&a)[4], const float (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+        "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+}
+
+// 16 bytes from global to shared memory in the background, or 16 zero bytes if not valid.
+DEVICE void copy_async(void* shared, const void* global, bool valid) {
+  const Word address = static_cast<Word>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(valid ? 16 : 0) : "memory");
+}
+
+// Until this thread's copies have arrived; others see them after a barrier.
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -1,0 +1,212 @@
+"""How a shape is cut into blocks: the constants that kernels are compiled with, their grids and their shared memory.
+
+The sizes here are those that the kernels' sources work out for themselves (`kernels/tiles.cuh`, `kernels/scores.cuh`).
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from gsanet.functional.fused.compiler import Specialisation, specialise
+
+SCALARS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
+BAND = 64  # pixels of a line whose scores are held at a time
+LONGEST = 320  # pixels of a line
+WIDTHS = range(4, 129)  # channels of a head
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan depends on, of a GPU."""
+
+    multiprocessors: int
+    shared_memory: int  # bytes that one block may have
+    shared_memory_in_all: int  # of a multiprocessor
+
+
+@functools.cache
+def machine_of(device: torch.device) -> Machine:
+    """The GPU that a tensor is on."""
+    facts = torch.cuda.get_device_properties(device)
+    return Machine(
+        facts.multi_processor_count, facts.shared_memory_per_block_optin, facts.shared_memory_per_multiprocessor
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernels of one attention layer are compiled for.
+
+    Args:
+        dtype: Of the maps.
+        heads: Of the whole map.
+        key: Channels of q and k in one head.
+        value: Channels of v in one head.
+        vector: Whether all widths, strides and addresses allow 16 bytes at once.
+    """
+
+    dtype: torch.dtype
+    heads: int
+    key: int
+    value: int
+    vector: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes of a scalar."""
+        return self.dtype.itemsize
+
+    def padded(self, width: int) -> int:
+        """Channels of a head in shared memory."""
+        return _round_up(width, 8 if self.size == 4 or width <= 8 else 16)
+
+    def odd_stride(self, width: int) -> int:
+        """The distance of rows in shared memory."""
+        accesses = -(-width * self.size // 16)
+        return (accesses + 1 - accesses % 2) * 16 // self.size
+
+    def tile(self, width: int, heads: int, lines: int, length: int) -> int:
+        """Scalars of a tile of lines, heads and padded channels."""
+        head = self.odd_stride(width) if width >= 32 else width
+        return lines * _round_up(length, 16) * self.odd_stride(heads * head)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel and how it is started; `grid` is (blocks, groups of heads)."""
+
+    kernel: Specialisation
+    grid: tuple[int, int]
+    threads: int
+    shared_bytes: int
+
+
+def plan_line(
+    machine: Machine, shape: Shape, length: int, lines: int, *, backward: bool, **features: bool
+) -> Launch | None:
+    """Attention along the lines of a map, or None if a block's part does not fit into shared memory or registers.
+
+    Args:
+        machine: The GPU.
+        shape: The layer.
+        length: Pixels on a line.
+        lines: Lines in the whole batch.
+        backward: The gradient's kernel.
+        features: The switches of `kernels/line_forward.cu` or `kernels/line_backward.cu`, in lower case.
+    """
+    if backward and length > BAND:
+        return None
+    for heads, lines_at_once in _cuts(shape.heads):
+        if features.get("pool") and lines_at_once % 2:
+            continue
+        shared = _line_memory(shape, length, heads, lines_at_once, backward, features.get("content_keys", False))
+        if shared > machine.shared_memory:
+            continue
+        # A block takes a kilobyte more than it asks for.
+        fitting = machine.shared_memory_in_all // (shared + 1024)
+        chosen = _backward_warps(shape, length, heads * lines_at_once, fitting) if backward else _forward_warps(shape, fitting)
+        if chosen is None:
+            return None
+        warps, blocks = chosen
+        kernel = specialise(
+            f"line_{'backward' if backward else 'forward'}.cu",
+            "line_backward" if backward else "line_forward",
+            SCALAR=SCALARS[shape.dtype],
+            LENGTH=length,
+            KEY=shape.key,
+            VALUE=shape.value,
+            HEADS=heads,
+            LINES=lines_at_once,
+            WARPS=warps,
+            BLOCKS=blocks,
+            BAND=BAND,
+            VECTOR=shape.vector,
+            **{name.upper(): value for name, value in features.items()},
+        )
+        groups = shape.heads // heads
+        persistent = max(1, machine.multiprocessors * blocks // groups)
+        return Launch(kernel, (min(-(-lines // lines_at_once), persistent), groups), 32 * warps, shared)
+    return None
+
+
+def _cuts(heads: int) -> list[tuple[int, int]]:
+    """(heads, lines) of a block, 16 pairs of them if that can be, and fewer where they do not fit."""
+    divisors = [divisor for divisor in range(min(heads, 16), 0, -1) if heads % divisor == 0]
+    whole = divisors[0]
+    cuts = [(whole, lines) for lines in range(16 // whole, 0, -1) if lines in (1, 2, 4, 8) or lines == 16 // whole]
+    return cuts + [(divisor, 1) for divisor in divisors[1:]]
+
+
+def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bool, content_keys: bool) -> int:
+    query, value = shape.padded(shape.key), shape.padded(shape.value)
+    attended = min(length, BAND)
+    columns = _round_up(attended, 16 if shape.size == 2 and attended > 8 else 8)
+    scores = 16 * shape.odd_stride(16 * shape.odd_stride(columns)) + 16
+    table = (length - 1 + _round_up(length, BAND if BAND < length else 16)) * shape.odd_stride(query)
+    if backward:
+        queries = shape.tile(query, heads, lines, length)
+        values = shape.tile(value, heads, lines, length)
+        scalars = queries + 2 * values + max(scores, queries if content_keys else 0) + table
+        floats = _round_up((2 * length - 1) * shape.key, 4)  # of the table's gradient, at the end
+    else:
+        scalars = shape.tile(max(query, value), heads, lines, length) + shape.tile(value, heads, lines, length)
+        scalars += scores + table
+        floats = 0
+    sums = 2 * 16 // shape.size * 512  # of each channel, at the end
+    return _round_up(max(scalars * shape.size, 4 * floats, 4 * sums), 16)
+
+
+def _forward_warps(shape: Shape, fitting: int) -> tuple[int, int]:
+    """(warps, blocks on a multiprocessor): fewer blocks leave more registers to those with wide heads."""
+    return 8, max(1, min(fitting, 2 if max(shape.padded(shape.key), shape.padded(shape.value)) >= 32 else 3))
+
+
+def _backward_warps(shape: Shape, length: int, pairs: int, fitting: int) -> tuple[int, int] | None:
+    """The same for the gradient, whose sums stay in registers; None if there are too many."""
+    eights, tiles = -(-length // 8), _round_up(length, 16) // 16
+    table = (2 * eights - 1) * shape.padded(shape.key) // 8 * 2
+    values = tiles * shape.padded(shape.value) // 8 * 4
+    for warps, blocks, registers in ((8, 2, 70), (16, 1, 96), (8, 1, 190)):
+        if blocks <= fitting and table + values * -(-pairs // warps) <= registers:
+            return warps, blocks
+    return None
+
+
+def plan_context(machine: Machine, shape: Shape, pixels: int, images: int, *, softmax: bool, pool: bool) -> tuple[Launch, Launch]:
+    """The sums over pixels of content attention: their pieces, and how these are combined."""
+    widest = max(shape.key, shape.value)
+    heads = max(divisor for divisor in range(1, shape.heads + 1) if shape.heads % divisor == 0 and (divisor == 1 or divisor * widest <= 64))
+    most = max(16, 16384 // max(64, heads * widest))
+    pieces = -(-pixels // most)
+    length = -(-pixels // pieces)
+    scalars = shape.tile(shape.padded(shape.key), heads, 1, length) + shape.tile(shape.padded(shape.value), heads, 1, length) + 16
+    shared = scalars * shape.size + 4 * 128 * 16 // shape.size
+    constants: dict[str, int | str] = dict(
+        SCALAR=SCALARS[shape.dtype],
+        LENGTH=length,
+        KEY=shape.key,
+        VALUE=shape.value,
+        HEADS=heads,
+        LINES=1,
+        WARPS=4,
+        BLOCKS=2,
+        VECTOR=shape.vector,
+        SOFTMAX=softmax,
+        POOL=pool,
+    )
+    partial = specialise("context.cu", "context_partial", **constants)
+    combine = specialise("context.cu", "context_combine" if softmax else "context_gradient", **constants)
+    return (
+        Launch(partial, (images * pieces, shape.heads // heads), 128, _round_up(shared, 16)),
+        Launch(combine, (images * shape.heads, 1), 128, 0),
+    )
+
+
+def plan_norm(channels: int, entry: str) -> Launch:
+    """The statistics of the batch norm (`norm_statistics`) or its gradients (`norm_gradient`)."""
+    return Launch(specialise("norm.cu", entry, WARPS=8, BLOCKS=1), (-(-channels // 8), 1), 256, 0)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
