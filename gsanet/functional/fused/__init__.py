@@ -1,0 +1,1 @@
+"""The operations as fused CUDA kernels, compiled at first use."""
