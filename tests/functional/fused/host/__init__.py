@@ -1,0 +1,125 @@
+"""The kernels' own source built for the host, and run on CPU tensors: see machine.h for what it finds."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import gsanet
+
+HOST = Path(__file__).parent
+KERNELS = Path(gsanet.__file__).parent / "functional" / "fused" / "kernels"
+
+COMPILER = os.environ.get("CXX", "g++")
+FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-g1",
+    "-fPIC",
+    "-fno-strict-aliasing",  # device compilers let words be read as pairs of scalars
+    "-ffp-contract=off",
+    "-w",
+)
+# Devices stop at misaligned addresses. machine.h has the functions that these call: no library is needed.
+CHECKS = ("-fsanitize=alignment,bounds", "-fno-sanitize-recover=all")
+
+_one_at_a_time = threading.Lock()
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("grid_x", ctypes.c_int),
+        ("grid_y", ctypes.c_int),
+        ("threads", ctypes.c_int),
+        ("order", ctypes.c_int),
+        ("shared_bytes", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+    )
+
+
+def launch(
+    source: str,
+    entry: str,
+    constants: dict[str, int | str],
+    grid: int | tuple[int, int],
+    threads: int,
+    shared_bytes: int,
+    arguments: ctypes.Structure,
+    order: str = "forward",
+    folder: Path = KERNELS,
+) -> None:
+    """Run all blocks of a kernel.
+
+    Args:
+        source: The file's name in `folder`.
+        entry: The kernel's name.
+        constants: Macros to define.
+        grid: Blocks: how many, or (in x, in y).
+        threads: Threads of a block, a multiple of 32.
+        shared_bytes: Shared memory of a block.
+        arguments: The kernel's parameter; its pointers are addresses of CPU tensors.
+        order: In which order lanes, warps and blocks run where they do not wait for each other: "forward", "reverse",
+            or "random" with a seed, as in "random:3". Background copies are done as late as possible in forward order,
+            as early as possible in reverse, and the one or the other by chance in random order.
+        folder: Where the source lies.
+
+    Raises:
+        RuntimeError: If it does not compile, or does not run as it should.
+    """
+    kind, _, seed = order.partition(":")
+    library = _build(folder / source, tuple(sorted(constants.items())))
+    if not hasattr(library, f"run_{entry}"):
+        raise RuntimeError(f"{source} has no kernel {entry}")
+    run = getattr(library, f"run_{entry}")
+    run.restype = ctypes.c_char_p
+    grid_x, grid_y = grid if isinstance(grid, tuple) else (grid, 1)
+    options = _Launch(
+        grid_x, grid_y, threads, ("forward", "reverse", "random").index(kind), shared_bytes, int(seed or 0)
+    )
+    with _one_at_a_time:
+        error = run(ctypes.byref(arguments), ctypes.c_size_t(ctypes.sizeof(arguments)), ctypes.byref(options))
+    if error is not None:
+        raise RuntimeError(f"{source}, {entry}: {error.decode()}")
+
+
+@functools.cache
+def _build(source: Path, constants: tuple[tuple[str, int | str], ...]) -> ctypes.CDLL:
+    text = f'#include <intrinsics.cuh>\n#include "{source}"\n'
+    # This folder comes first, so that its intrinsics.cuh is the one the kernels include.
+    folders = (f"-I{HOST}", f"-I{source.parent}", f"-I{KERNELS}")
+    macros = (f"-D{name}={value}" for name, value in constants)
+    # Preprocessed, the text is all that the result depends on, and shows which kernels are there.
+    text = _compile("-E", "-x", "c++", "-", *FLAGS, *folders, *macros, text=text)
+    kernels = re.findall(r'extern "C" __attribute__\(\(used, noinline\)\) void\s+(\w+)', text)
+    for kernel in kernels:
+        text += (
+            f'\nextern "C" const char* run_{kernel}(const void* bytes, size_t size, const host::Launch* launch) '
+            f"{{ return host::run({kernel}, bytes, size, *launch); }}"
+        )
+    version = _compile("-dumpversion", text="")
+    checks = CHECKS
+    if int(version.split(".")[0]) >= 12:
+        checks += ("-ftrivial-auto-var-init=pattern",)  # registers that are read before they are set show
+    key = hashlib.sha256("\0".join((COMPILER, version, *FLAGS, *checks, text)).encode()).hexdigest()[:32]
+    cache = Path(tempfile.gettempdir()) / f"gsanet-host-{os.getuid()}"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    built = cache / f"{key}.so"
+    if not built.exists():
+        # Other processes may build the same: each under its own name, and the last to rename wins.
+        with tempfile.TemporaryDirectory(dir=cache) as own:
+            _compile("-c", "-x", "c++-cpp-output", "-", "-o", f"{own}/kernels.o", *FLAGS, *checks, text=text)
+            _compile("-shared", f"{own}/kernels.o", "-o", f"{own}/kernels.so", text="")
+            os.replace(f"{own}/kernels.so", built)
+    return ctypes.CDLL(str(built))
+
+
+def _compile(*options: str, text: str) -> str:
+    done = subprocess.run([COMPILER, *options], input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return done.stdout
