@@ -3,12 +3,15 @@
 import ctypes
 import functools
 import hashlib
+import mmap
 import os
 import re
 import subprocess
 import tempfile
 import threading
 from pathlib import Path
+
+import torch
 
 import gsanet
 
@@ -19,7 +22,6 @@ COMPILER = os.environ.get("CXX", "g++")
 FLAGS = (
     "-std=c++17",
     "-O1",
-    "-g1",
     "-fPIC",
     "-fno-strict-aliasing",  # device compilers let words be read as pairs of scalars
     "-ffp-contract=off",
@@ -95,6 +97,8 @@ def _build(source: Path, constants: tuple[tuple[str, int | str], ...]) -> ctypes
     macros = (f"-D{name}={value}" for name, value in constants)
     # Preprocessed, the text is all that the result depends on, and shows which kernels are there.
     text = _compile("-E", "-x", "c++", "-", *FLAGS, *folders, *macros, text=text)
+    for folder in (HOST, source.parent, KERNELS):  # the same in any place
+        text = text.replace(f"{folder}/", "")
     kernels = re.findall(r'extern "C" __attribute__\(\(used, noinline\)\) void\s+(\w+)', text)
     for kernel in kernels:
         text += (
@@ -123,3 +127,20 @@ def _compile(*options: str, text: str) -> str:
     if done.returncode:
         raise RuntimeError(done.stderr)
     return done.stdout
+
+
+def fenced(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to memory of its own, where an access beyond its end (or far before its start) is an error."""
+    page = mmap.PAGESIZE
+    bytes_used = -(-tensor.numel() * tensor.element_size() // 16) * 16  # a start at a multiple of 16
+    pages = -(-bytes_used // page)
+    memory = mmap.mmap(-1, (pages + 2) * page)
+    copy = torch.frombuffer(
+        memory, dtype=tensor.dtype, count=tensor.numel(), offset=(1 + pages) * page - bytes_used
+    ).view(tensor.shape)
+    copy.copy_(tensor)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for closed in (start, start + (1 + pages) * page):
+        if ctypes.CDLL(None).mprotect(ctypes.c_void_p(closed), ctypes.c_size_t(page), 0):
+            raise OSError("mprotect")
+    return copy

@@ -1,0 +1,89 @@
+// What should not pass: `how` says which mistake is made, none of them at 0.
+#include <fragments.cuh>
+
+struct Arguments {
+  float* values;
+  int how;
+};
+
+// Mistakes that have a message.
+KERNEL(64, 1) errors(Arguments arguments) {
+  SHARED_MEMORY(memory);  // 64 bytes
+  const int thread = thread_index(), how = arguments.how;
+  float value = 1;
+  Word words[4];
+  int numbers[4] = {};
+  if (how == 1) {
+    if (thread % 2)
+      warp_barrier();
+    else
+      value = shuffle_xor(value, 1);
+  }
+  if (how == 2) {
+    if (thread % 2)
+      value = shuffle_xor(value, 1);
+    else
+      value = shuffle_xor(value, 1);
+  }
+  if (how == 3 && thread >= 32) block_barrier();
+  if (how == 4 && thread != 5) block_barrier();
+  if (how == 5 && thread != 5) value = shuffle_xor(value, 1);
+  if (how == 6) memory[1 + thread] = 0;
+  if (how == 7) memory[thread - 1] = 0;
+  if (how == 8) load_matrices<4, true>(words, memory + 8);
+  if (how == 9) load_matrices<4, true>(words, memory + 16 * thread);
+  if (how == 10) copy_async(memory + 8, arguments.values, true);
+  if (how == 11) copy_async(memory + 64, arguments.values, false);
+  if (how == 12) copy_async(memory, arguments.values + 1, true);
+  if (how == 13) copy_async(memory, arguments.values, true);
+  if (how == 14) *reinterpret_cast<Word*>(memory + 2) = 0;
+  if (how == 15) arguments.values[1ll << 40] = 0;
+  if (how == 16) value = numbers[how / 4];
+  if (how == 17) value = how / (how - 17);
+  if (how == 18) {
+    if (thread < 32)
+      block_barrier();
+    else
+      block_barrier();
+  }
+  if (how == 19) value = arguments.values[64];
+  arguments.values[thread] = value;
+}
+
+// Mistakes that only another order shows.
+KERNEL(64, 1) races(Arguments arguments) {
+  SHARED_MEMORY(memory);  // 1024 bytes
+  float* shared = reinterpret_cast<float*>(memory);
+  const int thread = thread_index(), how = arguments.how;
+  // Between threads.
+  shared[thread] = thread;
+  if (how != 1) block_barrier();
+  float value = shared[(thread + 1) % 64];
+  block_barrier();
+  // From one warp to the next.
+  if (warp_index() == 0) shared[thread] = 2 * thread;
+  if (how != 2) block_barrier();
+  if (warp_index() == 1) value += shared[thread - 32];
+  block_barrier();
+  // From the lanes to a load of the warp.
+  for (int i = 0; i < 4; ++i) shared[4 * (thread ^ 1) + i] = thread;
+  if (how != 3) warp_barrier();
+  Word words[4];
+  load_matrices<4, false>(words, shared + 4 * thread);
+  value += bits_float(words[0]);
+  block_barrier();
+  // A copy that comes before the values it replaces are read.
+  shared[thread] = thread;
+  block_barrier();
+  if (how != 4) value += shared[63 - thread];
+  if (how != 4) block_barrier();
+  if (thread < 16) copy_async(shared + 4 * thread, arguments.values + 64 + 4 * thread, true);
+  if (how == 4) value += shared[63 - thread];
+  if (how == 4) block_barrier();
+  // A copy that is not waited for when it is read.
+  if (how != 5) wait_for_copies();
+  block_barrier();
+  value += shared[thread];
+  wait_for_copies();
+  arguments.values[thread] = value;
+}
