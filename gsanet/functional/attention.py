@@ -4,17 +4,13 @@ Maps are `(batch, x, y, head, channel)`, x down a column (height) and y along a 
 map is this layout already. Each function checks its arguments, follows autocast, and hands over to a backend.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gsanet.functional import checks
-from gsanet.functional.backends import Axis, select_backend
+from gsanet.functional.backends import Axis, Norm, select_backend, select_whole
 from gsanet.functional.pooling import average_pool
-
-Norm = Callable[[Tensor], Tensor]
 
 
 def content_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -139,6 +135,15 @@ def global_self_attention_map(
         (batch, dim_out, ceil(height / stride), ceil(width / stride)), channels-last.
     """
     checks.check_feature_map(x, weight.shape[1])
+    if (dtype := _autocast_dtype(x)) is not None:
+        tables = (None if rel is None else rel.to(dtype) for rel in (rel_column, rel_row))
+        wholes = (*_cast(dtype, x, weight), *tables)
+    else:
+        wholes = (x, weight, rel_column, rel_row)
+    settings = {"num_heads": num_heads, "dim_key": dim_key, "content": content, "reach": reach, "stride": stride}
+    if (whole := select_whole(*wholes, norm, **settings)) is not None:
+        with torch.autocast(x.device.type, enabled=False):
+            return whole(*wholes, norm, **settings)
     keys = dim_key if content else 0
     projected = F.linear(x.permute(0, 2, 3, 1), weight)  # b, x, y, q | k | v
     q, k, v = (

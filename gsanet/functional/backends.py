@@ -1,23 +1,24 @@
 """The backends of one operation: which exist, which is used, and why.
 
-A backend is a pair of functions over tensors that were already checked, and a function that says what it cannot do.
-They stand in `BACKENDS` in the order in which they are tried; what one refuses goes to the next, so that a faster
-backend never has to be complete, and the last ones take everything.
+A backend is a pair of functions over tensors that were already checked, and a function that says what it cannot do; it
+may also have one for the whole module. They stand in `BACKENDS` in the order in which they are tried; what one refuses
+goes to the next, so that a faster backend never has to be complete, and the last ones take everything.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 Axis = Literal["column", "row"]
-Operation = Literal["content_attention", "positional_attention"]
+Operation = Literal["content_attention", "positional_attention", "global_self_attention_map"]
+Norm = Callable[[Tensor], Tensor]
 
 
-def _refuses_nothing(operation: Operation, *tensors: Tensor) -> str | None:
-    return None
+def _refuses_whole_modules(operation: Operation, *arguments: Any, **settings: Any) -> str | None:
+    return "it computes a module layer by layer" if operation == "global_self_attention_map" else None
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Backend:
     name: str
     content_attention: Callable[[Tensor, Tensor, Tensor], Tensor]
     positional_attention: Callable[[Tensor, Tensor, Tensor, Axis, int | None], Tensor]
-    refuses: Callable[..., str | None] = _refuses_nothing
+    refuses: Callable[..., str | None] = _refuses_whole_modules
+    attention_map: Callable[..., Tensor] | None = None
 
 
 BACKENDS: dict[str, Backend] = {}
@@ -42,7 +44,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Prefer one backend inside a `with` block, in the whole process.
 
     Args:
-        name: `"reference"` or `"torch"`.
+        name: `"fused"`, `"torch"` or `"reference"`.
     """
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}: the backends here are {', '.join(map(repr, BACKENDS))}")
@@ -64,13 +66,26 @@ def select_backend(operation: Operation, *tensors: Tensor) -> Backend:
     raise RuntimeError(f"no backend takes {operation} of {[tuple(t.shape) for t in tensors]}")
 
 
-def explain_backend(operation: Operation, *tensors: Tensor) -> str:
+def select_whole(*arguments: Any, **settings: Any) -> Callable[..., Tensor] | None:
+    """The function of a backend that takes a whole module, or None: layer by layer."""
+    candidates = BACKENDS.values() if _preferred is None else (BACKENDS[_preferred],)
+    for backend in candidates:
+        if backend.refuses("global_self_attention_map", *arguments, **settings) is None:
+            return backend.attention_map
+    return None
+
+
+def explain_backend(operation: Operation, *arguments: Any, **settings: Any) -> str:
     """Say in one sentence which backend a call uses, and why.
 
     Args:
-        operation: `"content_attention"` or `"positional_attention"`.
-        tensors: The tensors of the call, in its order.
+        operation: `"content_attention"`, `"positional_attention"` or `"global_self_attention_map"`.
+        arguments: The tensors of the call, in its order; for the last operation all its positional arguments.
+        settings: Of the last operation, its other arguments.
     """
+    if operation == "global_self_attention_map":
+        return _explain_whole(*arguments, **settings)
+    tensors = arguments
     chosen = select_backend(operation, *tensors).name
     if chosen == _preferred:
         return f"{chosen}: asked for by use_backend"
@@ -78,3 +93,13 @@ def explain_backend(operation: Operation, *tensors: Tensor) -> str:
     passed_over += [name for name in list(BACKENDS)[: list(BACKENDS).index(chosen)] if name != _preferred]
     reasons = [f"{name} refuses: {BACKENDS[name].refuses(operation, *tensors)}" for name in passed_over]
     return f"{chosen}: {'; '.join(reasons) or 'the first choice, and it takes this call'}"
+
+
+def _explain_whole(*arguments: Any, **settings: Any) -> str:
+    if (whole := select_whole(*arguments, **settings)) is not None:
+        return f"{next(name for name, backend in BACKENDS.items() if backend.attention_map is whole)}: in one call"
+    names = [_preferred] if _preferred else [name for name, backend in BACKENDS.items() if backend.attention_map]
+    reasons = [
+        f"{name} refuses: {BACKENDS[name].refuses('global_self_attention_map', *arguments, **settings)}" for name in names
+    ]
+    return f"layer by layer: {'; '.join(reasons)}"

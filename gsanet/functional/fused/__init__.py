@@ -1,1 +1,144 @@
-"""The operations as fused CUDA kernels, compiled at first use."""
+"""The backend `fused`: attention in CUDA C++ kernels, compiled for the shape at hand when it is first met.
+
+Nothing of the size of the scores is ever stored. `ops` holds the operators, `calls` one function for each kernel, `plan`
+how shapes are cut into blocks, `compiler` the way from source to launch, `kernels` the source.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from gsanet.functional.backends import Axis, Backend, Norm, Operation
+from gsanet.functional.fused import ops
+from gsanet.functional.fused.compiler import unavailable
+from gsanet.functional.fused.plan import LONGEST, SCALARS, WIDTHS
+from gsanet.functional.lean import fit_table
+
+
+def content_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As `gsanet.functional.content_attention`."""
+    return ops.content_attention(q, k, v)[0]
+
+
+def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, reach: int | None) -> Tensor:
+    """As `gsanet.functional.positional_attention`."""
+    return ops.positional_attention(q, v, fit_table(rel, q.shape[1 if axis == "column" else 2], reach), axis)
+
+
+def attention_map(
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor,
+    rel_row: Tensor,
+    norm: Norm | None,
+    *,
+    num_heads: int,
+    dim_key: int,
+    content: bool,
+    reach: int | None,
+    stride: int,
+) -> Tensor:
+    """As `gsanet.functional.global_self_attention_map`; the norm is a batch norm."""
+    assert isinstance(norm, nn.BatchNorm2d)
+    rel_column, rel_row = (
+        fit_table(rel, length, reach) for rel, length in zip((rel_column, rel_row), x.shape[2:], strict=True)
+    )
+    norm_weight, norm_bias = (None if tensor is None else tensor.float() for tensor in (norm.weight, norm.bias))
+    from_batch = norm.training or norm.running_mean is None
+    applied = None if from_batch else _applied(norm, norm_weight, norm_bias)
+    centre = x.new_zeros(norm.num_features, dtype=torch.float32) if norm.running_mean is None else norm.running_mean.float()
+    # A copy: the running mean changes before the backward pass.
+    out, _, used, *_ = ops.attention_map(
+        x, weight, rel_column, rel_row, norm_weight, norm_bias, centre.clone(), applied,
+        num_heads, dim_key, content, stride, norm.eps,
+    )  # fmt: skip
+    if norm.training and norm.running_mean is not None:
+        _update(norm, used[2], used[4], x.shape[0] * x.shape[2] * x.shape[3])
+    return out
+
+
+def _applied(norm: nn.BatchNorm2d, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What a batch norm with running statistics applies: scale, shift, mean, 1 / standard deviation, variance."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    mean, variance = norm.running_mean.float(), norm.running_var.float()
+    inverse = torch.rsqrt(variance + norm.eps)
+    scale = inverse if weight is None else inverse * weight.detach()
+    shift = -mean * scale if bias is None else bias.detach() - mean * scale
+    return torch.stack((scale, shift, mean, inverse, variance))
+
+
+@torch.no_grad()
+def _update(norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor, count: int) -> None:
+    """The running statistics, as the module itself keeps them."""
+    assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
+    norm.num_batches_tracked.add_(1)
+    if norm.momentum is None:
+        share: Tensor | float = 1.0 / norm.num_batches_tracked.float()
+    else:
+        share = norm.momentum
+    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
+    norm.running_var.lerp_((variance * (count / (count - 1))).to(norm.running_var.dtype), share)
+
+
+def refuses(operation: Operation, *tensors: Tensor, **settings: object) -> str | None:
+    """Why this backend cannot take a call, or None."""
+    first = tensors[0]
+    if first.device.type != "cuda":
+        return f"it runs on NVIDIA GPUs, not on {first.device.type}"
+    if (reason := _unavailable(first.device.index or 0)) is not None:
+        return reason
+    if first.dtype not in SCALARS:
+        return f"its kernels take {', '.join(map(str, SCALARS))}, not {first.dtype}"
+    if operation == "global_self_attention_map":
+        return _refuses_map(*tensors, **settings)  # type: ignore[arg-type]
+    q, v = first, tensors[2 if operation == "content_attention" else 1]
+    for width in (q.shape[4], v.shape[4]):
+        if width not in WIDTHS:
+            return f"its kernels take heads of {WIDTHS[0]} to {WIDTHS[-1]} channels, not {width}"
+    if operation == "positional_attention":
+        if max(q.shape[1:3]) > LONGEST:
+            return f"its kernels take maps of up to {LONGEST} x {LONGEST} pixels, not {q.shape[1]} x {q.shape[2]}"
+        shape = (*q.shape[1:], v.shape[4])
+        if not all(ops.fits(q, shape, axis, backward=False) for axis in ("column", "row")):
+            return f"a line of {max(q.shape[1:3])} pixels with heads this wide does not fit into shared memory"
+    return None
+
+
+def _refuses_map(
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor | None,
+    rel_row: Tensor | None,
+    norm: Norm | None,
+    *,
+    num_heads: int,
+    dim_key: int,
+    content: bool,
+    reach: int | None,
+    stride: int,
+) -> str | None:
+    if rel_column is None or rel_row is None:
+        return "its kernel of the whole module takes columns and rows together"
+    if type(norm) is not nn.BatchNorm2d:
+        return f"its kernel of the whole module has a batch norm inside, not {type(norm).__name__}"
+    if norm._forward_hooks or norm._forward_pre_hooks:
+        return "the norm has hooks, which a kernel would pass by"
+    height, width = x.shape[2:]
+    if stride not in (1, 2) or (stride == 2 and (height % 2 or width % 2 or num_heads > 8)):
+        return f"its kernel of the whole module pools 2 x 2 pixels of even maps, not by {stride} on {height} x {width}"
+    dim_value = weight.shape[0] - dim_key * (2 if content else 1)
+    if dim_key % (8 * num_heads) or dim_value % (8 * num_heads) or max(dim_key, dim_value) > 1024:
+        return f"its kernel of the whole module takes heads of a multiple of 8 channels, not {dim_key // num_heads}"
+    if x.shape[0] == 0 or x.shape[0] * height * width < 2:
+        return "there is nothing to normalise"
+    for axis in ("column", "row"):
+        if not ops.fits(x, (height, width, num_heads, dim_key // num_heads, dim_value // num_heads), axis, backward=True):
+            return f"a line of a map of {height} x {width} pixels does not fit into the registers of its gradient's kernel"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _unavailable(index: int) -> str | None:
+    return unavailable(torch.device("cuda", index))
+
+
+BACKEND = Backend("fused", content_attention, positional_attention, refuses, attention_map)

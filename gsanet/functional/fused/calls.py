@@ -248,9 +248,11 @@ def empty_context(q: Tensor, v: Tensor) -> ContextVectors:
     shape = Shape(q.dtype, q.shape[3], q.shape[4], v.shape[4], vector=True)
     key, value = shape.padded(shape.key), shape.padded(shape.value)
     batch, heads = q.shape[0], q.shape[3]
-    softmax = q.new_empty(2, batch, heads, shape.key, dtype=torch.float32)
     return ContextVectors(
-        q.new_empty(batch, heads, key, value), q.new_empty(batch, heads, value, key), softmax[0], softmax[1]
+        q.new_empty(batch, heads, key, value),
+        q.new_empty(batch, heads, value, key),
+        q.new_empty(batch, heads, shape.key, dtype=torch.float32),
+        q.new_empty(batch, heads, shape.key, dtype=torch.float32),
     )
 
 

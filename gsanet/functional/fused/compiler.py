@@ -31,7 +31,7 @@ KERNELS = Path(__file__).parent / "kernels"
 # ptxas reports the registers and spills of each kernel only when asked to; the report is a part of NVRTC's log.
 _OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")
 _FORMAT = 1  # of the files in the cache
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
 
 
 @dataclass(frozen=True)

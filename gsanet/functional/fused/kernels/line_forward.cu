@@ -47,6 +47,7 @@ DEVICE void add_content(float (&sums)[VALUE_WIDTH / 8][4], QueryTile queries, in
 DEVICE void add_positional(float (&sums)[VALUE_WIDTH / 8][4], T* scores, ValueTile values, int pair, int begin) {
 #pragma unroll
   for (int i = 0; i < SCORE_COLUMNS; i += ALONG) {
+    if (LENGTH > BAND && begin + i >= TILE_ROWS) break;  // the last band may reach past the line
     const auto score = load_left<T, ALONG>([&](int row) { return scores_of(scores, row, pair) + i; });
     auto value = [&](int step) { return values.of_pair(pair, begin + i + step); };
 #pragma unroll

@@ -1,0 +1,378 @@
+"""The kernels as operators of PyTorch: with fake implementations for torch.compile and torch.export, and with autograd.
+
+`gsanet::positional_attention` and `gsanet::content_attention` are the two layers; `gsanet::attention_map` is the whole
+module, from the feature map to the pooled output: the projection, both branches and the batch norm between the axes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gsanet.functional.backends import Axis
+from gsanet.functional.fused import calls
+from gsanet.functional.fused.plan import Shape, plan_line
+
+
+@torch.library.custom_op("gsanet::positional_attention", mutates_args=())
+def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: str) -> Tensor:
+    """Positional attention; `rel` holds exactly the offsets of the line, (2 * length - 1, k)."""
+    if v.numel() == 0:
+        return _like_map(v)
+    return calls.attend(calls.side_by_side(q), calls.side_by_side(v), rel.contiguous(), _axis(axis)).out
+
+
+@positional_attention.register_fake
+def _(q: Tensor, v: Tensor, rel: Tensor, axis: str) -> Tensor:
+    return _like_map(v)
+
+
+@torch.library.custom_op("gsanet::positional_attention_gradient", mutates_args=())
+def positional_attention_gradient(
+    q: Tensor, v: Tensor, rel: Tensor, d_out: Tensor, axis: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, v and rel."""
+    d_q, d_v = _like_map(q), _like_map(v)
+    if v.numel() == 0:
+        return d_q, d_v, torch.zeros_like(rel)
+    q, v, d_out = (calls.side_by_side(tensor) for tensor in (q, v, d_out))
+    gradient = calls.attend_gradient(q, v, rel.contiguous(), d_out, _axis(axis), d_q, d_v)
+    return d_q, d_v, gradient.d_rel.to(rel.dtype)
+
+
+@positional_attention_gradient.register_fake
+def _(q: Tensor, v: Tensor, rel: Tensor, d_out: Tensor, axis: str) -> tuple[Tensor, Tensor, Tensor]:
+    return _like_map(q), _like_map(v), torch.empty_like(rel, memory_format=torch.contiguous_format)
+
+
+def _save_positional(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: Tensor) -> None:
+    *tensors, ctx.axis = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _positional_gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    q, v, rel = ctx.saved_tensors
+    if fits(q, (*q.shape[1:], v.shape[4]), ctx.axis, backward=True):
+        return *positional_attention_gradient(q, v, rel, d_out, ctx.axis), None
+    if ctx.axis == "column":
+        return *_long_line_gradient(q, v, rel, d_out), None
+    *d_maps, d_rel = _long_line_gradient(*(x.transpose(1, 2) for x in (q, v)), rel, d_out.transpose(1, 2))
+    return *(x.transpose(1, 2) for x in d_maps), d_rel, None
+
+
+positional_attention.register_autograd(_positional_gradient, setup_context=_save_positional)
+
+
+def _long_line_gradient(q: Tensor, v: Tensor, rel: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """By plain products, for columns too long for the kernel's registers."""
+    batch, length, width, heads, _ = q.shape
+    embeddings = rel.unfold(0, length, 1).flip(0)  # x, k, i
+    by_pixel = q.transpose(0, 1).flatten(1, 3)  # x, m, k
+    values, d_outs = (x.permute(0, 2, 3, 1, 4).flatten(0, 2) for x in (v, d_out))  # m, x, v
+    d_v = torch.bmm(torch.bmm(by_pixel, embeddings).permute(1, 2, 0), d_outs)  # m, i, v
+    d_scores = torch.bmm(d_outs, values.transpose(1, 2)).transpose(0, 1)  # x, m, i
+    d_q = torch.bmm(d_scores, embeddings.transpose(1, 2)).transpose(0, 1)  # m, x, k
+    # Summed over x along the diagonals i - x: rows that overlap by all but one column put these under each other.
+    d_embeddings = torch.bmm(d_scores.transpose(1, 2), by_pixel)  # x, i, k
+    shifted = rel.new_zeros(length * (2 * length - 1), rel.shape[1])
+    shifted.as_strided((length, length, rel.shape[1]), ((2 * length - 2) * rel.shape[1], rel.shape[1], 1),
+                       (length - 1) * rel.shape[1]).copy_(d_embeddings)  # fmt: skip
+    d_rel = shifted.unflatten(0, (length, 2 * length - 1)).sum(0)
+    d_maps = (x.unflatten(0, (batch, width, heads)).permute(0, 3, 1, 2, 4) for x in (d_q, d_v))
+    return *d_maps, d_rel
+
+
+def fits(like: Tensor, shape: tuple[int, int, int, int, int], axis: str, backward: bool) -> bool:
+    """Whether a kernel takes lines of this shape.
+
+    Args:
+        like: A tensor of the dtype and device in question.
+        shape: (height, width, heads, k, v).
+        axis: The axis.
+        backward: The gradient's kernel, with all that the whole module needs besides.
+    """
+    return _fits(like.dtype, like.device.index or 0, *shape, axis, backward)
+
+
+@torch.compiler.assume_constant_result
+def _fits(
+    dtype: torch.dtype, index: int, height: int, width: int, heads: int, key: int, value: int, axis: str, backward: bool
+) -> bool:
+    shape = Shape(dtype, heads, key, value, vector=False)
+    features = {"content_keys": True} if backward else {}
+    length = height if axis == "column" else width
+    machine = calls.machine(torch.device("cuda", index))
+    return plan_line(machine, shape, length, 1, backward=backward, **features) is not None
+
+
+@torch.library.custom_op("gsanet::content_attention", mutates_args=())
+def content_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Content attention: the output, and what its gradient needs of the context vectors and of the softmax."""
+    if v.numel() == 0:
+        return _like_map(v), *calls.empty_context(q, v)
+    k, v = (_rows_in_order(calls.side_by_side(tensor)) for tensor in (k, v))
+    vectors = calls.context_vectors(k, v)
+    out = _like_map(v)
+    context = vectors.context[..., : q.shape[4], : v.shape[4]]
+    torch.matmul(_by_head(q), context, out=_by_head(out))
+    return out, *vectors
+
+
+@content_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _like_map(v), *calls.empty_context(q, v)
+
+
+@torch.library.custom_op("gsanet::content_attention_gradient", mutates_args=())
+def content_attention_gradient(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, context: Tensor, turned: Tensor, key_max: Tensor, key_inverse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    d_q, d_k, d_v = _like_map(q), _like_map(k), _like_map(v)
+    if v.numel() == 0:
+        return d_q, d_k, d_v
+    key, value = q.shape[4], v.shape[4]
+    q, d_out = (_rows_in_order(calls.side_by_side(tensor)) for tensor in (q, d_out))
+    vectors = calls.ContextVectors(context, turned, key_max, key_inverse)
+    gradient, gradient_turned, offset = calls.context_gradient(q, d_out, vectors)
+    torch.matmul(_by_head(d_out), turned[..., :value, :key], out=_by_head(d_q))
+    weights = (k.flatten(1, 2) - key_max[:, None]).exp_().to(k.dtype)  # b, xy, n, k
+    weights_by_head = weights.transpose(1, 2)
+    torch.matmul(weights_by_head, gradient[..., :key, :value], out=_by_head(d_v))
+    slope = torch.matmul(_by_head(v), gradient_turned[..., :value, :key])  # b, n, xy, k
+    _by_head(d_k).copy_(weights_by_head * (slope - offset[:, :, None]))
+    return d_q, d_k, d_v
+
+
+@content_attention_gradient.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, context: Tensor, turned: Tensor, key_max: Tensor, key_inverse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like_map(q), _like_map(k), _like_map(v)
+
+
+def _save_content(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _content_gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    q, k, v, *vectors = ctx.saved_tensors
+    return content_attention_gradient(q, k, v, d_out, *vectors)
+
+
+content_attention.register_autograd(_content_gradient, setup_context=_save_content)
+
+
+@torch.library.custom_op("gsanet::attention_map", mutates_args=())
+def attention_map(
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor,
+    rel_row: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    centre: Tensor,
+    applied: Tensor | None,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The whole module.
+
+    Args:
+        x: (batch, channels, height, width).
+        weight: The projections of q, k (with content attention) and v, stacked.
+        rel_column: Embeddings of exactly the offsets of a column.
+        rel_row: The same of a row.
+        norm_weight: Of the batch norm between the axes, in float32, or None.
+        norm_bias: The same.
+        centre: Its running mean or any other guess of the mean, in float32.
+        applied: Its scale, shift, mean, 1 / standard deviation and variance, (5, channels), if these are known; None to
+            take them from this batch.
+        heads: Number of heads.
+        dim_key: Channels of q.
+        content: Whether content attention is on.
+        stride: 1, or 2: average 2 x 2 pixels.
+        epsilon: Of the batch norm.
+
+    Returns:
+        The output, the output of the column layer, `applied`, and the four tensors of the context vectors.
+    """
+    q, k, v = _project(x, weight, heads, dim_key, content)
+    vectors = calls.context_vectors(k, v) if k is not None else _no_context(x)
+    column, statistics = calls.attend(q, v, rel_column, "column", centre=centre if applied is None else None)
+    if statistics is not None:
+        count = x.shape[0] * x.shape[2] * x.shape[3]
+        applied = calls.norm_statistics(statistics, centre, norm_weight, norm_bias, count, epsilon)
+    else:
+        assert applied is not None
+        applied = applied.clone()  # an operator's results are never its arguments
+    turned = vectors.turned if content else None
+    out = calls.attend(q, column, rel_row, "row", norm=applied, context=turned, pool=stride == 2).out
+    return _to_feature_map(out), column, applied, *vectors
+
+
+@attention_map.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor,
+    rel_row: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    centre: Tensor,
+    applied: Tensor | None,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, _, height, width = x.shape
+    dim_out = weight.shape[0] - dim_key * (2 if content else 1)
+    q = x.new_empty(batch, height, width, heads, dim_key // heads)
+    v = x.new_empty(batch, height, width, heads, dim_out // heads)
+    out = x.new_empty(batch, height // stride, width // stride, heads, dim_out // heads)
+    vectors = calls.empty_context(q, v) if content else _no_context(x)
+    return _to_feature_map(out), v, x.new_empty(5, dim_out, dtype=torch.float32), *vectors
+
+
+@torch.library.custom_op("gsanet::attention_map_gradient", mutates_args=())
+def attention_map_gradient(
+    d_out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor,
+    rel_row: Tensor,
+    column: Tensor,
+    applied: Tensor,
+    context: Tensor,
+    turned: Tensor,
+    key_max: Tensor,
+    key_inverse: Tensor,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+    fixed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, weight, rel_column, rel_row, and (2, channels) those of the batch norm's weight and bias.
+
+    q, k and v are projected again rather than kept: three maps less in memory for a product of small depth.
+    """
+    q, k, v = _project(x, weight, heads, dim_key, content)
+    batch, height, width = q.shape[:3]
+    d_projected = q.new_empty(batch, height, width, weight.shape[0])
+    d_q, d_k, d_v = _split(d_projected, heads, dim_key, content)
+    d_out = d_out.permute(0, 2, 3, 1).contiguous().unflatten(-1, (heads, -1))
+    d_normalised = torch.empty_like(column)
+    pool = stride == 2
+    row = calls.attend_gradient(
+        q, column, rel_row, d_out, "row", d_q, d_normalised,
+        norm=applied, moments=applied[2:4], context=context if content else None, pool=pool,
+    )  # fmt: skip
+    assert row.statistics is not None
+    coefficients = calls.norm_gradient(row.statistics, applied, batch * height * width, fixed)
+    content_gradient = None
+    if k is not None and d_k is not None:
+        vectors = calls.ContextVectors(context, turned, key_max, key_inverse)
+        gradient, gradient_turned, offset = calls.context_gradient(q, d_out, vectors, pool)
+        content_gradient = calls.ContentGradient(k, d_k, gradient, gradient_turned, key_max, offset)
+    columns = calls.attend_gradient(
+        q, v, rel_column, d_normalised, "column", d_q, d_v,
+        accumulate=True, coefficients=coefficients, normalised=column, content=content_gradient,
+    )  # fmt: skip
+    pixels, d_pixels = _pixels(x), d_projected.flatten(0, 2)
+    d_x = (d_pixels @ weight).unflatten(0, (batch, height, width)).permute(0, 3, 1, 2)
+    d_weight = d_pixels.T @ pixels
+    return d_x, d_weight, columns.d_rel.to(rel_column.dtype), row.d_rel.to(rel_row.dtype), coefficients[3:5].clone()
+
+
+@attention_map_gradient.register_fake
+def _(
+    d_out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor,
+    rel_row: Tensor,
+    column: Tensor,
+    applied: Tensor,
+    context: Tensor,
+    turned: Tensor,
+    key_max: Tensor,
+    key_inverse: Tensor,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+    fixed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, channels, height, width = x.shape
+    d_x = x.new_empty(batch, height, width, channels).permute(0, 3, 1, 2)
+    tables = (table.new_empty(table.shape) for table in (weight, rel_column, rel_row))
+    return d_x, *tables, applied.new_empty(2, applied.shape[1])
+
+
+def _save_map(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, rel_column, rel_row, norm_weight, norm_bias, _, applied, *settings = inputs
+    ctx.save_for_backward(x, weight, rel_column, rel_row, *output[1:])
+    ctx.settings = settings[:-1]
+    ctx.fixed = applied is not None
+    ctx.has_norm = norm_weight is not None, norm_bias is not None
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _map_gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    d_x, d_weight, d_column, d_row, d_norm = attention_map_gradient(d_out, *ctx.saved_tensors, *ctx.settings, ctx.fixed)
+    d_norms = (gradient if has else None for gradient, has in zip(d_norm, ctx.has_norm, strict=True))
+    return d_x, d_weight, d_column, d_row, *d_norms, *(None,) * 7
+
+
+attention_map.register_autograd(_map_gradient, setup_context=_save_map)
+
+
+def _pixels(x: Tensor) -> Tensor:
+    """(batch, channels, height, width) as (pixels, channels): a view of a channels-last map."""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
+def _project(x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    projected = (_pixels(x) @ weight.T).view(x.shape[0], x.shape[2], x.shape[3], -1)
+    return _split(projected, heads, dim_key, content)
+
+
+def _split(projected: Tensor, heads: int, dim_key: int, content: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """q, k and v of one tensor (batch, x, y, channels of all)."""
+    keys = dim_key if content else 0
+    widths = (dim_key, keys, projected.shape[3] - dim_key - keys)
+    q, k, v = (part.unflatten(-1, (heads, part.shape[-1] // heads)) for part in projected.split(widths, dim=3))
+    return q, k if content else None, v
+
+
+def _no_context(x: Tensor) -> calls.ContextVectors:
+    return calls.ContextVectors(*(x.new_empty(0) for _ in range(2)), *(x.new_empty(0, dtype=torch.float32) for _ in range(2)))
+
+
+def _to_feature_map(x: Tensor) -> Tensor:
+    return x.flatten(3).permute(0, 3, 1, 2)
+
+
+def _like_map(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """(batch, x, y, head, channel) as (batch, head, pixel, channel), a view of a map whose rows follow each other."""
+    return x.flatten(1, 2).transpose(1, 2)
+
+
+def _rows_in_order(x: Tensor) -> Tensor:
+    """The map itself if its pixels are equally spaced in order, else a copy."""
+    return x if x.stride(1) == x.shape[2] * x.stride(2) else x.contiguous()
+
+
+def _axis(axis: str) -> Axis:
+    return "column" if axis == "column" else "row"
