@@ -205,7 +205,7 @@ def unavailable(device: torch.device | None = None) -> str | None:
     try:
         _nvrtc().nvrtcVersion()
     except ImportError:
-        return "the package cuda-bindings is not installed: torch's CUDA builds bring it from 2.10 on"
+        return "the package cuda-bindings is not installed: newer CUDA builds of torch bring it"
     except (RuntimeError, OSError) as error:
         return f"NVRTC cannot be loaded: {str(error).splitlines()[0]}"
     try:
