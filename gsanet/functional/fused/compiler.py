@@ -81,7 +81,9 @@ def compile_binary(specialisation: Specialisation, architecture: str) -> Binary:
     texts = _read_sources(specialisation.source)
     text = texts.pop(specialisation.source)
     defines = (f"-D{name}={value}" for name, value in specialisation.constants)
-    options = [option.encode() for option in (f"--gpu-architecture={architecture}", *_OPTIONS, *defines)]
+    # From 12.9 on, NVRTC has a cache of its own where there is a driver, and what it finds there comes without a log.
+    uncached = ("--no-cache",) if tuple(nvrtc.nvrtcVersion()[1:]) >= (12, 9) else ()
+    options = [option.encode() for option in (f"--gpu-architecture={architecture}", *_OPTIONS, *uncached, *defines)]
     names = tuple(name.encode() for name in texts)
 
     def call(name: str, *arguments: Any) -> Any:
@@ -135,7 +137,9 @@ def _describe(specialisation: Specialisation, image: bytes, report: str) -> Bina
         return int(found[1]) if found else 0
 
     if not number("registers"):
-        raise RuntimeError(f'{specialisation}: the source has no extern "C" __global__ {specialisation.entry}')
+        raise RuntimeError(
+            f'{specialisation}: the compiler reports no {specialisation.entry}: it must be an extern "C" __global__'
+        )
     return Binary(
         image=image,
         registers=number("registers"),
@@ -201,7 +205,7 @@ def unavailable(device: torch.device | None = None) -> str | None:
     try:
         _nvrtc().nvrtcVersion()
     except ImportError:
-        return "the package cuda-bindings is not installed: torch's CUDA builds bring it from 2.10 on"
+        return "the package cuda-bindings is not installed: newer CUDA builds of torch bring it"
     except (RuntimeError, OSError) as error:
         return f"NVRTC cannot be loaded: {str(error).splitlines()[0]}"
     try:

@@ -124,6 +124,7 @@ def test_a_specialisation_is_a_value():
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_compiles(architecture):
     binary = compile_binary(scale(), architecture)
+    assert compile_binary(scale(), architecture).registers == binary.registers  # again, as NVRTC has a cache of its own
     assert binary.image.startswith(b"\x7fELF")
     assert 4 <= binary.registers <= 64
     assert (binary.spill_stores, binary.spill_loads, binary.stack) == (0, 0, 0)
@@ -138,6 +139,22 @@ def test_spills_are_those_of_the_entry():
     assert min(spilling.spill_stores, spilling.spill_loads, spilling.stack) > 100
     assert light.registers < 32
     assert (light.spill_stores, light.spill_loads, light.stack) == (0, 0, 0)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("version", "uncached"), [((12, 8), False), ((12, 9), True), ((13, 0), True)])
+def test_nvrtc_does_not_answer_from_its_own_cache(monkeypatch, version, uncached):
+    nvrtc = compiler._nvrtc()
+    seen = []
+
+    def compile_program(program, count, options):
+        seen.extend(options)
+        return nvrtc.nvrtcCompileProgram(program, count, options)
+
+    changed = {"nvrtcVersion": lambda: (0, *version), "nvrtcCompileProgram": compile_program}
+    monkeypatch.setattr(compiler, "_nvrtc", lambda: types.SimpleNamespace(**{**vars(nvrtc), **changed}))
+    compile_binary(scale(), "sm_90")
+    assert (b"--no-cache" in seen) == uncached
 
 
 @needs_nvrtc
@@ -161,7 +178,7 @@ def test_an_error_shows_its_first_lines():
 
 @needs_nvrtc
 def test_what_is_missing_is_named(folder):
-    with pytest.raises(RuntimeError, match=r'the source has no extern "C" __global__ absent'):
+    with pytest.raises(RuntimeError, match=r'reports no absent: it must be an extern "C" __global__'):
         compile_binary(specialise("spilling.cu", "absent"), "sm_80")
     with pytest.raises(RuntimeError, match="sm_3"):
         compile_binary(scale(), "sm_3")
