@@ -93,7 +93,7 @@ KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
   if constexpr (SOFTMAX) {
     float largest[ACCESS], sum[ACCESS] = {};
 #pragma unroll
-    for (int i = 0; i < ACCESS; ++i) largest[i] = -INFINITE;
+    for (int i = 0; i < ACCESS; ++i) largest[i] = -infinity();
     auto visit = [&](auto change) {
       Accesses<KEY>::visit([&](int head, int channel) {
         return [&, head, channel](int) {
@@ -162,7 +162,7 @@ KERNEL(THREADS, BLOCKS) context_combine(const Arguments arguments) {
     float result = 0.f;
     if (key < KEY && value < VALUE) {
       const long long own = image * arguments.pieces * channels + head * KEY + key;
-      float largest = -INFINITE, sum = 0.f;
+      float largest = -infinity(), sum = 0.f;
       for (int piece = 0; piece < arguments.pieces; ++piece) {
         const float here = arguments.maxima[own + piece * channels];
         largest = largest < here ? here : largest;

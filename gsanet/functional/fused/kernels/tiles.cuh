@@ -12,7 +12,7 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int PAIRS = LINES * HEADS;
 constexpr int ACCESS = VECTOR ? PER_ACCESS<T> : 1;  // scalars that a thread moves at once
 
-constexpr float INFINITE = __builtin_huge_valf();
+DEVICE float infinity() { return bits_float(0x7f800000u); }
 
 template <int VALUE_>
 struct Constant {
