@@ -282,8 +282,9 @@ def one_line(error: Exception) -> str:
     """What an error says, without the pages that compilers add."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # torch.compile says which backend it was in the first line, and what went wrong in the next.
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def environment(device: str) -> dict[str, str]:
