@@ -20,7 +20,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/run.py --quick
 	$(BIN)/python benchmarks/data_path.py
 
 figures: $(STAMP)

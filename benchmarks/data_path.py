@@ -23,10 +23,10 @@ import torch
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
-from run import environment
 from torch import Tensor
 
 import gsanet
+from gsanet.bench import environment
 from gsanet.train.data import DataSettings, TrainLoader, open_data
 from gsanet.train.data.batches import IndexedTrainLoader
 from gsanet.train.data.damage import Damage

@@ -1,53 +1,136 @@
 """Run the benchmarks that the machine at hand can run: every side of a row in one process, and their ratio.
 
-python benchmarks/run.py                    all cases
-python benchmarks/run.py module --batch 64  one case, another batch
+python benchmarks/run.py                               all cases
+python benchmarks/run.py training memory --quick       some of them, with fewer repetitions
+python benchmarks/run.py --json --picture speed.png    also write results/benchmarks/speed-<device>.json, and draw it
+
+On a GPU: bfloat16, batch 256, compiled. On a CPU: float32, batch 2, as it is. Each row is printed and written as soon
+as it is measured; a side that fails is reported, and the rest goes on.
 """
 
 import argparse
-import json
-from dataclasses import asdict
+import importlib.util
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from cases import CASES, Setting
+from measure import forget
+from registry import Setting, SkippedError, load_cases
+from report import Report, default_file, losses, markdown, rich_table, row_line, tables
 from rich.console import Console
-from rich.table import Table
 
-from gsanet.bench import DTYPES, environment
+from gsanet.bench import DTYPES, environment, one_line
+
+GOALS = {"device": "H200", "batch": 256}  # where and at what the goals are set
+DEFAULT = Path("default")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    cases = load_cases()
+    names = "\n".join(f"  {case.name:16} {case.summary}" for case in cases.values())
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f"cases:\n{names}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all of those below")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if cuda else "float32")
-    parser.add_argument("--batch", type=int, default=256 if cuda else 2)
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each side of a row")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.cases) - set(CASES):
-        parser.error(f"unknown case {', '.join(sorted(unknown))}: the cases are {', '.join(CASES)}")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
+    parser.add_argument("--batch", type=int, help="default: 256 on a GPU, else 2")
+    parser.add_argument("--autotune", action="store_true", help="also try max-autotune, on all sides")
+    parser.add_argument("--graphs", action="store_true", help="also try whole steps as CUDA graphs, on all sides")
+    parser.add_argument("--json", type=Path, nargs="?", const=DEFAULT, metavar="FILE", help="write the rows here")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the rows here")
+    parser.add_argument("--commit", help="what is measured, where there is no checkout that says so")
+    chosen = parser.parse_args(arguments)
+    if unknown := sorted(set(chosen.cases) - set(cases)):
+        parser.error(f"unknown case {', '.join(unknown)}: the cases are {', '.join(cases)}")
 
-    console = Console()
-    facts = environment(arguments.device)
-    console.print(", ".join(f"{name} {value}" for name, value in facts.items()), f"{arguments.dtype}", highlight=False)
-    setting = Setting(arguments.device, DTYPES[arguments.dtype], arguments.batch, arguments.seconds)
-    rows = []
-    for name in arguments.cases or CASES:
-        table = Table(title=f"{name}: {(CASES[name].__doc__ or '').splitlines()[0]}", title_justify="left")
-        table.add_column("What")
-        table.add_column("Measured (ratio to the first)")
-        for row in CASES[name](setting):
-            rows.append({"case": name, **asdict(row), "ratios": row.ratios})
-            cells = [f"{side} {value:.4g} {row.unit} ({row.ratios[side]:.2f})" for side, value in row.sides.items()]
-            table.add_row(row.what, "\n".join(cells))
-        console.print(table)
-    if arguments.json:
-        result = {"environment": facts, "dtype": arguments.dtype, "batch": arguments.batch, "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-        console.print(f"written: {arguments.json}")
+    gpu = chosen.device == "cuda"
+    facts = environment(chosen.device) | ({"commit": chosen.commit} if chosen.commit else {})
+    batch = chosen.batch or (256 if gpu else 2)
+    dtype = DTYPES[chosen.dtype or ("bfloat16" if gpu else "float32")]
+    setting = Setting(
+        device=chosen.device,
+        dtype=dtype,
+        batch=batch,
+        seconds=0.3 if chosen.quick else 1.0,
+        compiled=gpu,
+        autotune=chosen.autotune,
+        graphs=chosen.graphs,
+        judged=GOALS["device"] in facts["device"] and batch == GOALS["batch"] and dtype != torch.float32,
+    )
+    # For all sides alike, and what anyone in a hurry would set.
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")
+
+    console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 130)
+    console.print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    try:
+        report = Report(facts, setting.as_json(), default_file(facts) if chosen.json is DEFAULT else chosen.json)
+    except ValueError as error:
+        parser.error(str(error))
+    if report.dropped:
+        console.print(f"{report.file} is of another environment or setting: its rows are replaced")
+    run_cases(chosen.cases or list(cases), setting, report, console)
+    show(report, console)
+    if chosen.markdown:
+        chosen.markdown.write_text(markdown(report.as_json()), encoding="utf-8")
+    if chosen.picture:
+        if importlib.util.find_spec("matplotlib") is None:
+            console.print(f"no {chosen.picture}: drawing needs matplotlib (`benchmarks/picture.py` draws a JSON file)")
+            chosen.picture = None
+        else:
+            from picture import draw
+
+            draw(report.as_json(), chosen.picture)
+    for file in (report.file, chosen.markdown, chosen.picture):
+        if file is not None:
+            console.print(f"written: {file}")
+
+
+def run_cases(names: Sequence[str], setting: Setting, report: Report, console: Console) -> None:
+    """Run the cases in the registry's order, where those that share networks are neighbours."""
+    family = None
+    for case in load_cases().values():
+        if case.name not in names:
+            continue
+        if case.family != family:
+            forget()
+        family = case.family
+        console.print(f"\n[bold]{case.name}[/bold]: {case.summary}")
+        begin = time.perf_counter()
+        report.begin(case.name)
+        try:
+            for row in case.rows(setting):
+                found = row.as_json(case.name, setting.judged)
+                report.add(found)
+                console.print(f"  {row_line(found)}", markup=False)
+        except SkippedError as reason:
+            report.skip(case.name, str(reason))
+            console.print(f"  skipped: {reason}", markup=False)
+        except Exception as error:  # whatever is wrong with one case, the others are run
+            report.skip(case.name, f"failed: {one_line(error)}")
+            console.print(f"  failed: {one_line(error)}", markup=False)
+        console.print(f"  {time.perf_counter() - begin:.0f} s")
+    forget()
+
+
+def show(report: Report, console: Console) -> None:
+    """The tables of all rows, what was lost and what was not run."""
+    content = report.as_json()
+    for cells in tables(content["rows"]):
+        console.print()
+        console.print(rich_table(cells), soft_wrap=False)
+    if lost := losses(content["rows"]):
+        console.print("\nWhere another side is better:")
+        for line in lost:
+            console.print(f"  {line}", markup=False)
+    for case, reason in content["skipped"].items():
+        console.print(f"not run, {case}: {reason}", markup=False)
 
 
 if __name__ == "__main__":

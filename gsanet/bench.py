@@ -101,7 +101,7 @@ def bench(
             row.params, row.flops = gsanet.count_parameters(model), gsanet.count_flops(model, setting.img_size)
             model.to(setting.device).to(memory_format=torch.channels_last)
         except Exception as error:  # whatever is wrong with one network, the others are measured
-            row.errors["making"] = _one_line(error)
+            row.errors["making"] = one_line(error)
             continue
         steps["training"][name] = TrainingStep(model, _images(model, setting, setting.batch), DTYPES[setting.dtype])
         for what, batch in {"inference": setting.batch, "latency": 1}.items():
@@ -112,14 +112,14 @@ def bench(
     for what, sides in steps.items():
 
         def fail(name: str, error: Exception, what: str = what) -> None:
-            rows[name].errors[what] = _one_line(error)
+            rows[name].errors[what] = one_line(error)
 
         times[what] = milliseconds(sides, setting.device, setting.seconds, fail, partial(progress, f"timing {what}"))
     for name, row in rows.items():
         progress("weighing", list(rows).index(name) / len(rows))
         if (took := times["training"].get(name)) is not None:
             row.train_images_per_second = 1e3 * setting.batch / took
-            row.train_memory = _train_memory(steps["training"][name], setting.device)
+            row.train_memory = train_memory(steps["training"][name], setting.device)
         if (took := times["inference"].get(name)) is not None:
             row.inference_images_per_second = 1e3 * setting.batch / took
             if setting.device == "cuda":
@@ -141,7 +141,8 @@ class TrainingStep:
 
     def forward(self) -> Tensor:
         """The loss."""
-        self.model.train()
+        if not self.model.training:  # going through all modules takes a GPU's time as well
+            self.model.train()
         with torch.autocast(self.images.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
             return F.cross_entropy(self.model(self.images), self.labels)
 
@@ -157,7 +158,8 @@ class TrainingStep:
 @torch.inference_mode()
 def inference(model: nn.Module, images: Tensor, dtype: torch.dtype) -> Tensor:
     """The logits of a batch."""
-    model.eval()
+    if model.training:
+        model.eval()
     with torch.autocast(images.device.type, dtype=dtype, enabled=dtype != torch.float32):
         return model(images)
 
@@ -168,6 +170,7 @@ def milliseconds(
     seconds: float,
     fail: Callable[[str, Exception], None] | None = None,
     progress: Callable[[float], None] = lambda part: None,
+    prepare: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """The median time of each side.
 
@@ -179,12 +182,13 @@ def milliseconds(
         seconds: For each side. Each is timed three times at least.
         fail: Called with the name of a side and its error; the others go on without it. Default: the error is raised.
         progress: Called with how much of all this is done, from 0 to 1.
+        prepare: Called before each turn, outside of what is timed.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
 
     def turn(name: str) -> float | None:
         try:
-            return _once(sides[name], device)
+            return _once(sides[name], device, prepare)
         except Exception as error:
             if fail is None:
                 raise
@@ -207,15 +211,17 @@ def milliseconds(
     return {name: statistics.median(values) for name, values in times.items() if values}
 
 
-def _once(run: Callable[[], object], device: str) -> float:
+def _once(run: Callable[[], object], device: str, prepare: Callable[[], object]) -> float:
     if device == "cuda":
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
+        prepare()
         start.record()
         run()
         stop.record()
         torch.cuda.synchronize()
         return start.elapsed_time(stop)
+    prepare()
     begin = time.perf_counter()
     run()
     return (time.perf_counter() - begin) * 1e3
@@ -249,7 +255,8 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     return sum(kept.values())
 
 
-def _train_memory(step: Any, device: str) -> int:
+def train_memory(step: Any, device: str) -> int:
+    """Bytes of a `TrainingStep`; what is counted, `BenchRow` says."""
     if device == "cuda":
         state = sum(
             value.numel() * value.element_size()
@@ -271,11 +278,13 @@ def _images(model: nn.Module, setting: BenchSetting, batch: int) -> Tensor:
     return images.to(memory_format=torch.channels_last)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What an error says, without the pages that compilers add."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # torch.compile says which backend it was in the first line, and what went wrong in the next.
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def environment(device: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from torch import nn
 
 import gsanet
 from gsanet import bench as module
-from gsanet.bench import BenchRow, BenchSetting, TrainingStep, bench, milliseconds, saved_bytes
+from gsanet.bench import BenchRow, BenchSetting, TrainingStep, bench, milliseconds, one_line, saved_bytes
 from gsanet.paper.figure import PRINTED, accuracies, draw
 from gsanet.paper.printed import Network
 from gsanet.paper.results import Results, read_results
@@ -103,6 +103,18 @@ def test_turns_are_fair_and_errors_are_raised_unless_someone_listens():
     heard = []
     assert milliseconds({"a": broken}, "cpu", 1e-9, lambda name, error: heard.append(name)) == {}
     assert heard == ["a"]
+
+
+def test_errors_in_one_line():
+    assert one_line(ValueError("no such network\nat all")) == "no such network"
+    assert one_line(RuntimeError("backend='x' raised:\nTypeError: y\n\na page")) == "backend='x' raised: TypeError: y"
+    assert one_line(RuntimeError()) == "RuntimeError"
+
+
+def test_what_is_prepared_comes_before_each_turn():
+    ran = []
+    milliseconds({"a": lambda: ran.append("a")}, "cpu", 1e-9, prepare=lambda: ran.append("prepared"))
+    assert ran == ["prepared", "a"] * 4
 
 
 def test_what_forward_keeps():
