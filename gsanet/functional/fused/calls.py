@@ -259,10 +259,10 @@ def empty_context(q: Tensor, v: Tensor) -> ContextVectors:
 def context_vectors(k: Tensor, v: Tensor) -> ContextVectors:
     """softmax(k)^T v over the pixels of each image."""
     result = empty_context(k, v)
-    values, combine = _context_pieces(k, v, softmax=True, pool=False)
-    values.context, values.turned = result.context.data_ptr(), result.turned.data_ptr()
-    values.key_max, values.key_inverse = result.key_max.data_ptr(), result.key_inverse.data_ptr()
-    launch(combine, values, k.device)
+    _sum_over_pixels(
+        k, v, softmax=True, pool=False,
+        context=result.context, turned=result.turned, key_max=result.key_max, key_inverse=result.key_inverse,
+    )  # fmt: skip
     return result
 
 
@@ -270,36 +270,35 @@ def context_gradient(q: Tensor, d_out: Tensor, vectors: ContextVectors, pool: bo
     """The gradient of the context vectors divided by the softmax's sums, turned too, and what the softmax subtracts."""
     gradient, turned = torch.empty_like(vectors.context), torch.empty_like(vectors.turned)
     offset = torch.empty_like(vectors.key_max)
-    values, combine = _context_pieces(q, d_out, softmax=False, pool=pool)
-    values.context, values.key_inverse = vectors.context.data_ptr(), vectors.key_inverse.data_ptr()
-    values.gradient, values.gradient_turned = gradient.data_ptr(), turned.data_ptr()
-    values.key_offset = offset.data_ptr()
-    launch(combine, values, q.device)
+    _sum_over_pixels(
+        q, d_out, softmax=False, pool=pool,
+        context=vectors.context, key_inverse=vectors.key_inverse,
+        gradient=gradient, gradient_turned=turned, key_offset=offset,
+    )  # fmt: skip
     return gradient, turned, offset
 
 
-def _context_pieces(left: Tensor, right: Tensor, softmax: bool, pool: bool) -> tuple[arguments.Context, Launch]:
+def _sum_over_pixels(left: Tensor, right: Tensor, *, softmax: bool, pool: bool, **tensors: Tensor) -> None:
     batch, height, width, heads, _ = left.shape
     shape = shape_of(left, right)
-    plan, combine = plan_context(machine(left.device), shape, height * width, batch, softmax=softmax, pool=pool)
-    pieces = plan.grid[0] // batch
-    partial = left.new_empty(batch * pieces, heads, shape.key, shape.value, dtype=torch.float32)
-    softmaxes = left.new_empty(2, batch * pieces, heads, shape.key, dtype=torch.float32) if softmax else None
+    plans = plan_context(shape, height * width, batch, softmax=softmax, pool=pool)
+    pieces = plans[0].grid[0] // batch
+    if pieces > 1:
+        tensors["partial"] = left.new_empty(batch * pieces, heads, shape.key, shape.value, dtype=torch.float32)
+        if softmax:
+            for name in ("maxima", "sums"):
+                tensors[name] = left.new_empty(batch * pieces, heads, shape.key, dtype=torch.float32)
     values = arguments.Context(
         left=arguments.pixel_map(left),
         right=arguments.pixel_map(right),
-        partial=partial.data_ptr(),
-        maxima=None if softmaxes is None else softmaxes[0].data_ptr(),
-        sums=None if softmaxes is None else softmaxes[1].data_ptr(),
         pixels=height * width,
         width=width,
         pieces=pieces,
         heads=heads,
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
     )
-    # Kept until the second kernel is launched: memory that is let go is given to the next tensor on the same stream.
-    values.tensors = (partial, softmaxes)
-    launch(plan, values, left.device)
-    return values, combine
+    for plan in plans:
+        launch(plan, values, left.device)
 
 
 def norm_statistics(

@@ -270,6 +270,9 @@ class Kernel:
             dynamic = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             available = self._call("cuDeviceGetAttribute", limit, device) - binary.shared
             self._call("cuFuncSetAttribute", self._function, dynamic, available)
+            # Or the driver may leave room for fewer blocks than would fit.
+            carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            self._call("cuFuncSetAttribute", self._function, carveout, 100)
 
     def launch(
         self,

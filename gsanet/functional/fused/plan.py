@@ -82,6 +82,7 @@ class Launch:
     shared_bytes: int
 
 
+@functools.cache
 def plan_line(
     machine: Machine, shape: Shape, length: int, lines: int, *, backward: bool, **features: bool
 ) -> Launch | None:
@@ -101,14 +102,16 @@ def plan_line(
         if features.get("pool") and lines_at_once % 2:
             continue
         shared = _line_memory(shape, length, heads, lines_at_once, backward, features.get("content_keys", False))
-        if shared > machine.shared_memory:
+        sums = 32 * 8 * 16 // shape.size if backward and features.get("statistics") else 0  # bytes for each warp
+        if shared + 16 * sums > machine.shared_memory:
             continue
         # A block takes a kilobyte more than it asks for.
-        fitting = machine.shared_memory_in_all // (shared + 1024)
+        fitting = machine.shared_memory_in_all // (shared + 8 * sums + 1024)
         chosen = _backward_warps(shape, length, heads * lines_at_once, fitting) if backward else _forward_warps(shape, fitting)
         if chosen is None:
             return None
         warps, blocks = chosen
+        shared += warps * sums
         kernel = specialise(
             f"line_{'backward' if backward else 'forward'}.cu",
             "line_backward" if backward else "line_forward",
@@ -153,7 +156,7 @@ def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bo
         scalars = shape.tile(max(query, value), heads, lines, length) + shape.tile(value, heads, lines, length)
         scalars += scores + table
         floats = 0
-    sums = 2 * 16 // shape.size * 512  # of each channel, at the end
+    sums = 0 if backward else 2 * 16 // shape.size * 256  # of the channels, at the end
     return _round_up(max(scalars * shape.size, 4 * floats, 4 * sums), 16)
 
 
@@ -173,15 +176,16 @@ def _backward_warps(shape: Shape, length: int, pairs: int, fitting: int) -> tupl
     return None
 
 
-def plan_context(machine: Machine, shape: Shape, pixels: int, images: int, *, softmax: bool, pool: bool) -> tuple[Launch, Launch]:
-    """The sums over pixels of content attention: their pieces, and how these are combined."""
+@functools.cache
+def plan_context(shape: Shape, pixels: int, images: int, *, softmax: bool, pool: bool) -> tuple[Launch, ...]:
+    """The sums over pixels of content attention, and how their pieces are combined if there are several."""
     widest = max(shape.key, shape.value)
-    heads = max(divisor for divisor in range(1, shape.heads + 1) if shape.heads % divisor == 0 and (divisor == 1 or divisor * widest <= 64))
-    most = max(16, 16384 // max(64, heads * widest))
-    pieces = -(-pixels // most)
+    heads = max(n for n in range(1, shape.heads + 1) if shape.heads % n == 0 and (n == 1 or n * widest <= 64))
+    most = 16384 // max(64, heads * widest)
+    pieces = 1 if pixels <= most else -(-2 * pixels // most)  # small ones leave room for several blocks
     length = -(-pixels // pieces)
-    scalars = shape.tile(shape.padded(shape.key), heads, 1, length) + shape.tile(shape.padded(shape.value), heads, 1, length) + 16
-    shared = scalars * shape.size + 4 * 128 * 16 // shape.size
+    tiles = sum(shape.tile(shape.padded(width), heads, 1, length) for width in (shape.key, shape.value))
+    shared = (tiles + 16) * shape.size + 4 * (128 * 16 // shape.size + heads * shape.key)
     constants: dict[str, int | str] = dict(
         SCALAR=SCALARS[shape.dtype],
         LENGTH=length,
@@ -190,19 +194,21 @@ def plan_context(machine: Machine, shape: Shape, pixels: int, images: int, *, so
         HEADS=heads,
         LINES=1,
         WARPS=4,
-        BLOCKS=2,
+        BLOCKS=4,
         VECTOR=shape.vector,
         SOFTMAX=softmax,
         POOL=pool,
+        WHOLE=pieces == 1,
     )
     partial = specialise("context.cu", "context_partial", **constants)
-    combine = specialise("context.cu", "context_combine" if softmax else "context_gradient", **constants)
-    return (
-        Launch(partial, (images * pieces, shape.heads // heads), 128, _round_up(shared, 16)),
-        Launch(combine, (images * shape.heads, 1), 128, 0),
-    )
+    launches = [Launch(partial, (images * pieces, shape.heads // heads), 128, _round_up(shared, 16))]
+    if pieces > 1:
+        combine = specialise("context.cu", "context_combine" if softmax else "context_gradient", **constants)
+        launches.append(Launch(combine, (images * shape.heads, 1), 128, 0))
+    return tuple(launches)
 
 
+@functools.cache
 def plan_norm(channels: int, entry: str) -> Launch:
     """The statistics of the batch norm (`norm_statistics`) or its gradients (`norm_gradient`)."""
     return Launch(specialise("norm.cu", entry, WARPS=8, BLOCKS=1), (-(-channels // 8), 1), 256, 0)

@@ -1,8 +1,8 @@
 // The context vectors of content attention, C = softmax(K)^T V over all pixels of an image, and their gradient Q^T dY.
 //
 // Both are sums over pixels of products of two maps. `context_partial` takes LENGTH pixels of an image and some of its
-// heads at a time (SOFTMAX: with exp(K - max), max over these pixels); `context_combine` and `context_gradient` bring the
-// pieces of an image together, in order.
+// heads at a time (SOFTMAX: with exp(K - max), max over these pixels). Where that is the whole image (WHOLE) it finishes the
+// work, else `context_combine` or `context_gradient` brings the pieces of an image together, in order.
 #include "tiles.cuh"
 
 constexpr int QUERY_WIDTH = padded(KEY), VALUE_WIDTH = padded(VALUE);
@@ -47,11 +47,59 @@ DEVICE void combine_threads(float (&values)[ACCESS], float* shared, Combine comb
   }
 }
 
+using Sums = float[VALUE_WIDTH / 8][4];
+
+// 16 rows, from `key` on, of a piece's sums for one head.
+DEVICE void write_partial(float* out, int key, const Sums& sums) {
+  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+#pragma unroll
+  for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int k = key + row + i / 2 * 8, v = tile * 8 + column + i % 2;
+      if (k < KEY && v < VALUE) out[k * VALUE + v] = sums[tile][i];
+    }
+}
+
+// The same where these are the sums over the whole image: context vectors, or their gradient.
+DEVICE void finish_head(const Arguments& arguments, long long image_head, int key, const Sums& sums, const float* totals) {
+  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+  const long long start = image_head * QUERY_WIDTH * VALUE_WIDTH;
+  T* const straight = (SOFTMAX ? arguments.context : arguments.gradient) + start;
+  T* const turned = (SOFTMAX ? arguments.turned : arguments.gradient_turned) + start;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int k = key + row + half * 8;
+    const bool exists = k < KEY;
+    float inverse = 0.f, offset = 0.f;
+    if (exists) inverse = SOFTMAX ? 1.f / totals[k] : arguments.key_inverse[image_head * KEY + k];
+#pragma unroll
+    for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int v = tile * 8 + column + i;
+        const float result = exists ? sums[tile][half * 2 + i] * inverse : 0.f;
+        if (k >= QUERY_WIDTH) continue;
+        if (!SOFTMAX && exists) offset += result * to_float(arguments.context[start + k * VALUE_WIDTH + v]);
+        straight[k * VALUE_WIDTH + v] = to_scalar<T>(result);
+        turned[v * QUERY_WIDTH + k] = to_scalar<T>(result);
+      }
+    if constexpr (SOFTMAX) {
+      if (exists && column == 0) arguments.key_inverse[image_head * KEY + k] = inverse;
+    } else {
+      offset += shuffle_xor(offset, 1);
+      offset += shuffle_xor(offset, 2);
+      if (exists && column == 0) arguments.key_offset[image_head * KEY + k] = offset;
+    }
+  }
+}
+
 KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
   static_assert(Accesses<KEY>::PER_PIXEL <= THREADS, "a thread has one group of channels");
   SHARED_MEMORY(memory);
   T* const shared = reinterpret_cast<T*>(memory);
   float* const reduction = reinterpret_cast<float*>(shared + REDUCTION);
+  float* const totals = reduction + ACCESS * THREADS;  // of the softmax, for each channel
   const LeftTile left{shared};
   const RightTile right{shared + RIGHT_TILE};
   const int image = block_index() / arguments.pieces, piece = block_index() % arguments.pieces;
@@ -61,32 +109,38 @@ KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
 
   fill_with_zeros(shared, REDUCTION);
   block_barrier();
-  auto copy = [&](auto tile, const Map& map, auto width, bool pooled) {
+  auto copy = [&](auto tile, const Map& map, auto width, auto pooled) {
     constexpr int WIDTH = decltype(width)::value;
     Accesses<WIDTH>::visit([&](int head, int channel) {
-      return [&, head, channel](int) {
-        const T* from = static_cast<const T*>(map.data) + image * map.batch + (first_head + head) * WIDTH + channel;
-        return [&, from, head, channel](int pixel) {
-          if (pixel >= count) return;
-          T* to = tile.at(0, pixel, head) + channel;
-          if (pooled) {
-            const int x = (begin + pixel) / arguments.width, y = (begin + pixel) % arguments.width;
-            float values[ACCESS];
-            load_access(values, from + (static_cast<long long>(x / 2) * (arguments.width / 2) + y / 2) * map.pixel);
+      const T* from = static_cast<const T*>(map.data) + image * map.batch + (first_head + head) * WIDTH + channel;
+      auto to = [=](int pixel) { return tile.at(0, pixel, head) + channel; };
+      if constexpr (decltype(pooled)::value)
+        return Moves{[=, &map, &arguments](int, int pixel) {
+                       const int here = begin + (pixel < count ? pixel : 0);
+                       const int x = here / arguments.width / 2, y = here % arguments.width / 2;
+                       return read_access(from + (static_cast<long long>(x) * (arguments.width / 2) + y) * map.pixel);
+                     },
+                     [=](const Access& access, int, int pixel) {
+                       float values[ACCESS];
+                       to_floats(values, access);
 #pragma unroll
-            for (int i = 0; i < ACCESS; ++i) values[i] *= 0.25f;
-            store_access(to, values);
-          } else if constexpr (VECTOR) {
-            copy_async(to, from + static_cast<long long>(begin + pixel) * map.pixel, true);
-          } else {
-            *to = from[static_cast<long long>(begin + pixel) * map.pixel];
-          }
-        };
-      };
+                       for (int i = 0; i < ACCESS; ++i) values[i] *= pixel < count ? 0.25f : 0.f;
+                       write_access(to(pixel), values);
+                     }};
+      else if constexpr (VECTOR)
+        return Moves{[=, &map](int, int pixel) {
+                       const long long here = begin + (pixel < count ? pixel : 0);
+                       copy_async(to(pixel), from + here * map.pixel, pixel < count);
+                       return 0;
+                     },
+                     [](int, int, int) {}};
+      else
+        return Moves{[=, &map](int, int pixel) { return from[static_cast<long long>(begin + (pixel < count ? pixel : 0)) * map.pixel]; },
+                     [=](T value, int, int pixel) { *to(pixel) = pixel < count ? value : T{}; }};
     });
   };
-  copy(left, arguments.left, Constant<KEY>{}, false);
-  copy(right, arguments.right, Constant<VALUE>{}, POOL);
+  copy(left, arguments.left, Constant<KEY>{}, Constant<0>{});
+  copy(right, arguments.right, Constant<VALUE>{}, Constant<POOL>{});
   wait_for_copies();
   block_barrier();
 
@@ -96,44 +150,47 @@ KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
     for (int i = 0; i < ACCESS; ++i) largest[i] = -infinity();
     auto visit = [&](auto change) {
       Accesses<KEY>::visit([&](int head, int channel) {
-        return [&, head, channel](int) {
-          return [&, head, channel](int pixel) {
-            if (pixel < count) change(left.at(0, pixel, head) + channel);
-          };
-        };
+        return Moves{[=](int, int pixel) { return read_access(left.at(0, pixel, head) + channel); },
+                     [=](const Access& access, int, int pixel) {
+                       if (pixel >= count) return;
+                       float values[ACCESS];
+                       to_floats(values, access);
+                       change(values, left.at(0, pixel, head) + channel);
+                     }};
       });
     };
-    visit([&](T* key) {
-      float values[ACCESS];
-      load_access(values, key);
+    visit([&](const float(&keys)[ACCESS], T*) {
 #pragma unroll
-      for (int i = 0; i < ACCESS; ++i) largest[i] = largest[i] < values[i] ? values[i] : largest[i];
+      for (int i = 0; i < ACCESS; ++i) largest[i] = largest[i] < keys[i] ? keys[i] : largest[i];
     });
     combine_threads(largest, reduction, [](float a, float b) { return a < b ? b : a; });
-    visit([&](T* key) {
-      float values[ACCESS];
-      load_access(values, key);
+    visit([&](float(&keys)[ACCESS], T* place) {
 #pragma unroll
-      for (int i = 0; i < ACCESS; ++i) values[i] = exponential(values[i] - largest[i]);
-      store_access(key, values);
-      load_access(values, key);  // the sum is of what is multiplied, rounded
+      for (int i = 0; i < ACCESS; ++i) keys[i] = exponential(keys[i] - largest[i]);
+      write_access(place, keys);
+      to_floats(keys, read_access(place));  // the sum is of what is multiplied, rounded
 #pragma unroll
-      for (int i = 0; i < ACCESS; ++i) sum[i] += values[i];
+      for (int i = 0; i < ACCESS; ++i) sum[i] += keys[i];
     });
     combine_threads(sum, reduction, [](float a, float b) { return a + b; });
     if (thread_index() < Accesses<KEY>::PER_PIXEL) {
       const long long own = static_cast<long long>(block_index()) * arguments.heads * KEY + first_head * KEY + thread_index() * ACCESS;
 #pragma unroll
-      for (int i = 0; i < ACCESS; ++i) arguments.maxima[own + i] = largest[i], arguments.sums[own + i] = sum[i];
+      for (int i = 0; i < ACCESS; ++i) {
+        (WHOLE ? arguments.key_max : arguments.maxima)[own + i] = largest[i];
+        if constexpr (WHOLE)
+          totals[thread_index() * ACCESS + i] = sum[i];
+        else
+          arguments.sums[own + i] = sum[i];
+      }
     }
     block_barrier();
   }
 
   constexpr int DEPTH = depth_of<T>(16), KEY_TILES = (KEY + 15) / 16;
-  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
   for (int unit = warp_index(); unit < HEADS * KEY_TILES; unit += WARPS) {
     const int head = unit / KEY_TILES, key = unit % KEY_TILES * 16;
-    float sums[VALUE_WIDTH / 8][4] = {};
+    Sums sums = {};
     for (int pixel = 0; pixel < count; pixel += DEPTH) {
       const auto weight = load_left_transposed<T, DEPTH>([&](int step) { return left.at(0, pixel + step, head) + key; });
 #pragma unroll
@@ -142,14 +199,11 @@ KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
                    return right.at(0, pixel + step, head) + tile * 8;
                  }));
     }
-    float* out = arguments.partial + (static_cast<long long>(block_index()) * arguments.heads + first_head + head) * KEY * VALUE;
-#pragma unroll
-    for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int k = key + row + i / 2 * 8, v = tile * 8 + column + i % 2;
-        if (k < KEY && v < VALUE) out[k * VALUE + v] = sums[tile][i];
-      }
+    if constexpr (WHOLE)
+      finish_head(arguments, image * arguments.heads + first_head + head, key, sums, totals + head * KEY);
+    else
+      write_partial(arguments.partial + (static_cast<long long>(block_index()) * arguments.heads + first_head + head) * KEY * VALUE,
+                    key, sums);
   }
 }
 

@@ -90,42 +90,70 @@ DEVICE Right<T, DEPTH> load_right_transposed(Row row) {
   return right;
 }
 
-// Two neighbouring groups of 8 columns at once.
-template <class T, int DEPTH, class Row>
-DEVICE void load_right_pair(Right<T, DEPTH>& first, Right<T, DEPTH>& second, Row row) {
-  if constexpr (IS_FLOAT<T>) {
-    first = load_right<T, DEPTH>(row);
-    second = load_right<T, DEPTH>([&](int column) { return row(column + 8); });
-  } else {
-    const int lane = lane_index();
-    if constexpr (DEPTH == 16) {
-      Word words[4];
-      load_matrices<4, false>(words, row(lane % 8 + lane / 16 * 8) + lane / 8 % 2 * 8);
-      first = {words[0], words[1]}, second = {words[2], words[3]};
-    } else {
-      Word words[2];
-      load_matrices<2, false>(words, row(lane % 16));
-      first = {words[0]}, second = {words[1]};
+// COUNT neighbouring groups of 8 columns, as many at once as there are in one instruction.
+template <class T, int DEPTH, int COUNT, class Row>
+DEVICE void load_right(Right<T, DEPTH> (&right)[COUNT], Row row) {
+  constexpr int AT_ONCE = IS_FLOAT<T> ? 1 : 32 / DEPTH;
+  const int lane = lane_index();
+#pragma unroll
+  for (int i = 0; i < COUNT; i += AT_ONCE) {
+    if constexpr (AT_ONCE > 1) {
+      if (i + AT_ONCE <= COUNT) {
+        Word words[4];
+        load_matrices<4, false>(words, DEPTH == 16 ? row(i * 8 + lane % 8 + lane / 16 * 8) + lane / 8 % 2 * 8
+                                                   : row(i * 8 + lane));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) right[i + j / (DEPTH / 8)].words[j % (DEPTH / 8)] = words[j];
+        continue;
+      }
     }
+#pragma unroll
+    for (int j = i; j < COUNT && j < i + AT_ONCE; ++j)
+      right[j] = load_right<T, DEPTH>([&](int column) { return row(j * 8 + column); });
   }
 }
 
-template <class T, int DEPTH, class Row>
-DEVICE void load_right_transposed_pair(Right<T, DEPTH>& first, Right<T, DEPTH>& second, Row row) {
-  if constexpr (IS_FLOAT<T>) {
-    first = load_right_transposed<T, DEPTH>(row);
-    second = load_right_transposed<T, DEPTH>([&](int step) { return row(step) + 8; });
-  } else {
-    const int lane = lane_index();
-    if constexpr (DEPTH == 16) {
-      Word words[4];
-      load_matrices<4, true>(words, row(lane % 16) + lane / 16 * 8);
-      first = {words[0], words[1]}, second = {words[2], words[3]};
-    } else {
-      Word words[2];
-      load_matrices<2, true>(words, row(lane % 8) + lane / 8 % 2 * 8);
-      first = {words[0]}, second = {words[1]};
+// The same where the sum runs across rows: COUNT groups of 8 columns side by side.
+template <class T, int DEPTH, int COUNT, class Row>
+DEVICE void load_right_transposed(Right<T, DEPTH> (&right)[COUNT], Row row) {
+  constexpr int AT_ONCE = IS_FLOAT<T> ? 1 : 32 / DEPTH;
+  const int lane = lane_index();
+#pragma unroll
+  for (int i = 0; i < COUNT; i += AT_ONCE) {
+    if constexpr (AT_ONCE > 1) {
+      if (i + AT_ONCE <= COUNT) {
+        Word words[4];
+        load_matrices<4, true>(words, row(lane % DEPTH) + i * 8 + lane / DEPTH * 8);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) right[i + j / (DEPTH / 8)].words[j % (DEPTH / 8)] = words[j];
+        continue;
+      }
     }
+#pragma unroll
+    for (int j = i; j < COUNT && j < i + AT_ONCE; ++j)
+      right[j] = load_right_transposed<T, DEPTH>([&](int step) { return row(step) + j * 8; });
+  }
+}
+
+// The same one group wide and COUNT depths long, one under the other.
+template <class T, int DEPTH, int COUNT, class Row>
+DEVICE void load_right_transposed_long(Right<T, DEPTH> (&right)[COUNT], Row row) {
+  constexpr int AT_ONCE = IS_FLOAT<T> ? 1 : 32 / DEPTH;
+  const int lane = lane_index();
+#pragma unroll
+  for (int i = 0; i < COUNT; i += AT_ONCE) {
+    if constexpr (AT_ONCE > 1) {
+      if (i + AT_ONCE <= COUNT) {
+        Word words[4];
+        load_matrices<4, true>(words, row(i * DEPTH + lane));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) right[i + j / (DEPTH / 8)].words[j % (DEPTH / 8)] = words[j];
+        continue;
+      }
+    }
+#pragma unroll
+    for (int j = i; j < COUNT && j < i + AT_ONCE; ++j)
+      right[j] = load_right_transposed<T, DEPTH>([&](int step) { return row(j * DEPTH + step); });
   }
 }
 
@@ -183,6 +211,14 @@ DEVICE void store_two(T* where, float first, float second) {
 }
 
 template <class T>
+DEVICE void unpack(Word word, float& first, float& second) {
+  first = to_float(T{static_cast<unsigned short>(word)}), second = to_float(T{static_cast<unsigned short>(word >> 16)});
+}
+
+template <class T>
 DEVICE void load_two(const T* where, float& first, float& second) {
-  first = to_float(where[0]), second = to_float(where[1]);
+  if constexpr (IS_FLOAT<T>)
+    first = where[0], second = where[1];
+  else
+    unpack<T>(*reinterpret_cast<const Word*>(where), first, second);
 }

@@ -22,6 +22,11 @@ DEVICE int block_row() { return blockIdx.y; }
 DEVICE int block_count() { return gridDim.x; }
 DEVICE int warp_index() { return threadIdx.x >> 5; }
 DEVICE int lane_index() { return threadIdx.x & 31; }
+// The same number, but the compiler does not know: what follows from it is worked out here and not kept from before.
+DEVICE int anew(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 DEVICE void block_barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
@@ -69,30 +74,31 @@ DEVICE float round_to_tf32(float value) {
 }
 
 // COUNT (1, 2 or 4) matrices of 8 x 8 16-bit scalars from shared memory: lane l gives the address of row l % 8 of matrix
-// l / 8, and gets of each matrix the elements (l / 4, 2 (l % 4)) and the next one; TRANSPOSED swaps rows and columns.
+// l / 8, and gets of each matrix the elements (l / 4, 2 (l % 4)) and the next one; TRANSPOSED swaps rows and columns. The compiler may
+// move ordinary accesses past these loads, but neither past a barrier: put one between a store and a load of the same place.
 template <int COUNT, bool TRANSPOSED>
 DEVICE void load_matrices(Word (&words)[COUNT], const void* row) {
   const Word address = static_cast<Word>(__cvta_generic_to_shared(row));
   if constexpr (COUNT == 4) {
     if constexpr (TRANSPOSED)
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(address) : "memory");
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(address));
     else
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(address) : "memory");
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(address));
   } else if constexpr (COUNT == 2) {
     if constexpr (TRANSPOSED)
       asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                   : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
+                   : "=r"(words[0]), "=r"(words[1]) : "r"(address));
     else
       asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                   : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
+                   : "=r"(words[0]), "=r"(words[1]) : "r"(address));
   } else {
     if constexpr (TRANSPOSED)
       asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
-                   : "=r"(words[0]) : "r"(address) : "memory");
+                   : "=r"(words[0]) : "r"(address));
     else
-      asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(words[0]) : "r"(address) : "memory");
+      asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(words[0]) : "r"(address));
   }
 }
 

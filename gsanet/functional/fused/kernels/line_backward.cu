@@ -51,9 +51,8 @@ constexpr int TABLE = SCORES + larger(SCORES_SIZE, CONTENT_KEYS ? QueryTile::SIZ
 constexpr int OWN_PAIRS = (PAIRS + WARPS - 1) / WARPS;
 constexpr int LINE_TILES = TILE_ROWS / 16;
 constexpr int VALUE_TILES = VALUE_WIDTH / 8, QUERY_TILES = QUERY_WIDTH / 8;
-constexpr int EIGHTS = (LENGTH + 7) / 8;          // groups of eight pixels on a line
-constexpr int TABLE_EIGHTS = 2 * EIGHTS - 1;      // groups of eight offsets that a warp meets
-constexpr int X_DEPTH = depth_of<T>(16);          // depth of products over 16 attending pixels or 16 pairs
+constexpr int X_DEPTH = depth_of<T>(16);  // depth of products over 16 attending pixels or 16 pairs
+constexpr bool WINDOWS_IN_REGISTERS = WINDOW_REGISTERS <= 0;
 
 using ValueSums = float[LINE_TILES][VALUE_TILES][4];
 using TableSums = float[TABLE_EIGHTS + 1][QUERY_TILES][2];  // the last one takes what lies past the line
@@ -63,10 +62,7 @@ DEVICE void differentiate_pair(ValueSums& d_values, T* scores, ValueTile values,
 #pragma unroll
   for (int step = 0; step < 16; step += X_DEPTH) {
     Right<T, X_DEPTH> right[VALUE_TILES];
-#pragma unroll
-    for (int tile = 0; tile < VALUE_TILES; ++tile)
-      right[tile] = load_right_transposed<T, X_DEPTH>(
-          [&](int slot) { return gradient.of_pair(pair, x + step + slot) + tile * 8; });
+    load_right_transposed(right, [&](int slot) { return gradient.of_pair(pair, x + step + slot); });
 #pragma unroll
     for (int i = 0; i < LINE_TILES; ++i) {
       const auto score = load_left_transposed<T, X_DEPTH>(
@@ -82,26 +78,18 @@ DEVICE void differentiate_pair(ValueSums& d_values, T* scores, ValueTile values,
     left[step] = load_left<T, DEPTH>([&](int row) { return gradient.of_pair(pair, x + row) + step * DEPTH; });
   warp_barrier();  // the scores have been read
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+  float sums[EIGHTS][4] = {};
 #pragma unroll
-  for (int i = 0; i < EIGHTS; i += 2) {
-    float sums[2][4] = {};
+  for (int step = 0; step < STEPS; ++step) {
+    Right<T, DEPTH> right[EIGHTS];
+    load_right(right, [&](int pixel) { return values.of_pair(pair, pixel) + step * DEPTH; });
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      auto value = [&](int pixel) { return values.of_pair(pair, i * 8 + pixel) + step * DEPTH; };
-      if (i + 1 < EIGHTS) {
-        Right<T, DEPTH> right[2];
-        load_right_pair<T, DEPTH>(right[0], right[1], value);
-        multiply(sums[0], left[step], right[0]);
-        multiply(sums[1], left[step], right[1]);
-      } else {
-        multiply(sums[0], left[step], load_right<T, DEPTH>(value));
-      }
-    }
+    for (int i = 0; i < EIGHTS; ++i) multiply(sums[i], left[step], right[i]);
+  }
 #pragma unroll
-    for (int part = 0; part < 2 && i + part < EIGHTS; ++part) {
-      store_two(scores_of(scores, row, pair) + (i + part) * 8 + column, sums[part][0], sums[part][1]);
-      store_two(scores_of(scores, row + 8, pair) + (i + part) * 8 + column, sums[part][2], sums[part][3]);
-    }
+  for (int i = 0; i < EIGHTS; ++i) {
+    store_two(scores_of(scores, row, pair) + i * 8 + column, sums[i][0], sums[i][1]);
+    store_two(scores_of(scores, row + 8, pair) + i * 8 + column, sums[i][2], sums[i][3]);
   }
 }
 
@@ -111,11 +99,8 @@ DEVICE void differentiate_table(TableSums& d_table, T* scores, int slot, QueryTi
 #pragma unroll
   for (int step = 0; step < 16; step += X_DEPTH) {
     Right<T, X_DEPTH> query[QUERY_TILES];
-#pragma unroll
-    for (int tile = 0; tile < QUERY_TILES; ++tile)
-      query[tile] = load_right_transposed<T, X_DEPTH>([&](int pair) {
-        return queries.of_pair(step + pair < PAIRS ? step + pair : PAIRS - 1, x) + tile * 8;
-      });
+    load_right_transposed(
+        query, [&](int pair) { return queries.of_pair(step + pair < PAIRS ? step + pair : PAIRS - 1, x); });
 #pragma unroll
     for (int i = 0; i < LINE_TILES; ++i) {
       const auto score = load_left_transposed<T, X_DEPTH>(
@@ -135,20 +120,22 @@ DEVICE void differentiate_table(TableSums& d_table, T* scores, int slot, QueryTi
 DEVICE void differentiate_queries(QueryTile queries, T* scores, int slot, int x, const T* table) {
   float sums[QUERY_TILES][4] = {};
   const T* window = window_of(table, x);
+  Left<T, ALONG> score[SCORE_COLUMNS / ALONG];
 #pragma unroll
-  for (int i = 0; i < SCORE_COLUMNS; i += ALONG) {
-    const auto score = load_left<T, ALONG>([&](int pair) { return scores_of(scores, slot, pair) + i; });
+  for (int i = 0; i < SCORE_COLUMNS / ALONG; ++i)
+    score[i] = load_left<T, ALONG>([&](int pair) { return scores_of(scores, slot, pair) + i * ALONG; });
+  if constexpr (QUERY_TILES == 1) {
+    Right<T, ALONG> right[SCORE_COLUMNS / ALONG];
+    load_right_transposed_long(right, [&](int i) { return window + i * TABLE_STRIDE; });
 #pragma unroll
-    for (int tile = 0; tile < QUERY_TILES; tile += 2) {
-      auto embedding = [&](int step) { return window + (i + step) * TABLE_STRIDE + tile * 8; };
-      if (tile + 1 < QUERY_TILES) {
-        Right<T, ALONG> right[2];
-        load_right_transposed_pair<T, ALONG>(right[0], right[1], embedding);
-        multiply(sums[tile], score, right[0]);
-        multiply(sums[tile + 1], score, right[1]);
-      } else {
-        multiply(sums[tile], score, load_right_transposed<T, ALONG>(embedding));
-      }
+    for (int i = 0; i < SCORE_COLUMNS / ALONG; ++i) multiply(sums[0], score[i], right[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < SCORE_COLUMNS / ALONG; ++i) {
+      Right<T, ALONG> right[QUERY_TILES];
+      load_right_transposed(right, [&](int step) { return window + (i * ALONG + step) * TABLE_STRIDE; });
+#pragma unroll
+      for (int tile = 0; tile < QUERY_TILES; ++tile) multiply(sums[tile], score[i], right[tile]);
     }
   }
   warp_barrier();  // Q_x has been read
@@ -163,12 +150,17 @@ DEVICE void differentiate_queries(QueryTile queries, T* scores, int slot, int x,
 // Everything about 16 attending pixels; X0 is a constant so that dR's registers have constant numbers.
 template <int X0>
 DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_table, QueryTile queries, ValueTile values,
-                                 ValueTile gradient, T* scores, const T* table) {
+                                 ValueTile gradient, T* scores, const T* table, const Windows& windows) {
   const int warp = warp_index();
+  // Past the end of the line too: queries are zero there, and scores must be.
+  if constexpr (WINDOWS_IN_REGISTERS) {
+    score_pixel<X0 / 8>(scores, warp, queries, X0 + warp, windows);
+    if constexpr (WARPS == 8) score_pixel<X0 / 8 + 1>(scores, warp + 8, queries, X0 + 8 + warp, windows);
+  } else {
 #pragma unroll
-  for (int slot = 0; slot < 16; slot += WARPS)
-    // Past the end of the line too: queries are zero there, and scores must be.
-    score_pixel(scores, slot + warp, queries, X0 + slot + warp, table, 0);
+    for (int slot = 0; slot < 16; slot += WARPS)
+      score_pixel(scores, slot + warp, queries, X0 + slot + warp, table, 0);
+  }
   block_barrier();
 #pragma unroll
   for (int own = 0; own < OWN_PAIRS; ++own)
@@ -186,7 +178,7 @@ DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_
     }
   warp_barrier();  // the warp's own scores have been read; no other warp reads or writes them before the next barrier
   if constexpr (X0 + 16 < LENGTH)
-    differentiate_pixels<X0 + 16>(d_values, d_table, queries, values, gradient, scores, table);
+    differentiate_pixels<X0 + 16>(d_values, d_table, queries, values, gradient, scores, table, windows);
 }
 
 // dQ += dY C^T, for all pixels of a pair, in the tile of dQ.
@@ -304,58 +296,65 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
   fill_with_zeros(shared, TABLE);
   copy_table(table, arguments.rel);
   block_barrier();
+  Windows windows;
+  if constexpr (WINDOWS_IN_REGISTERS) windows.load(table);
 
-  Lines lines{0, arguments.total_lines, arguments.lines_per_image, block_row() * HEADS};
+  Lines lines{arguments.total_lines, arguments.lines_per_image, block_row() * HEADS};
   const int first_channel = lines.first_head * VALUE, channels = arguments.heads * VALUE;
-  ChannelSums<VALUE> sums_of_channels;
+  const ChannelSums<VALUE> sums_of_channels{reinterpret_cast<float*>(table + TABLE_SIZE)};
+  if constexpr (STATISTICS) {
+    const float zeros[ACCESS] = {};
+    sums_of_channels.set(zeros, zeros);
+  }
   TableSums d_table = {};
 
   const int items = (arguments.total_lines + LINES - 1) / LINES;
   const int begin = static_cast<int>(static_cast<long long>(items) * block_index() / block_count());
   const int end = static_cast<int>(static_cast<long long>(items) * (block_index() + 1) / block_count());
   for (int item = begin; item < end; ++item) {
-    lines.first = item * LINES;
+    lines.move_to(item * LINES);
+    // Those that need no change go first: they travel while the others are waited for.
     copy_in<KEY>(queries, arguments.queries, lines);
-    if constexpr (NORM_VALUES)
-      copy_in<VALUE>(values, arguments.values, lines, scale_and_shift(arguments.norm + first_channel, channels, VALUE));
-    else
-      copy_in<VALUE>(values, arguments.values, lines);
+    if constexpr (!NORM_VALUES) copy_in<VALUE>(values, arguments.values, lines);
     if constexpr (POOL) {
       copy_in_pooled<VALUE>(gradient, arguments.gradient, lines);
     } else if constexpr (NORM_GRADIENT) {
       copy_in<VALUE>(gradient, arguments.gradient, lines, [&](int head, int channel) {
         const int own = head * VALUE + channel;
-        float a[ACCESS], b[ACCESS], c[ACCESS];
-        load_floats(a, arguments.norm + first_channel + own);
-        load_floats(b, arguments.norm + channels + first_channel + own);
-        load_floats(c, arguments.norm + 2 * channels + first_channel + own);
-        return [&, own, a, b, c](float(&d_out)[ACCESS], int slot, int pixel) {
-          float input[ACCESS];
-          load_access(input, lines.start(arguments.second, slot, VALUE) + own +
-                                 static_cast<long long>(pixel) * arguments.second.pixel);
+        const float* coefficients = arguments.norm + first_channel + own;
+        return Moves{[&, own](int slot, int pixel) { return read_access(lines.start(arguments.second, slot, pixel, VALUE) + own); },
+                     [=](float(&d_out)[ACCESS], const Access& second, int, int) {
+                       float input[ACCESS], a[ACCESS], b[ACCESS], c[ACCESS];
+                       to_floats(input, second);
+                       load_floats(a, coefficients);
+                       load_floats(b, coefficients + channels);
+                       load_floats(c, coefficients + 2 * channels);
 #pragma unroll
-          for (int i = 0; i < ACCESS; ++i) d_out[i] = a[i] * d_out[i] + b[i] * input[i] + c[i];
-        };
+                       for (int i = 0; i < ACCESS; ++i) d_out[i] = a[i] * d_out[i] + b[i] * input[i] + c[i];
+                     }};
       });
     } else {
       copy_in<VALUE>(gradient, arguments.gradient, lines);
     }
+    if constexpr (NORM_VALUES)
+      copy_in<VALUE>(values, arguments.values, lines, scale_and_shift(arguments.norm + first_channel, channels, VALUE));
     wait_for_copies();
     block_barrier();
 
     ValueSums d_values[OWN_PAIRS] = {};
-    differentiate_pixels<0>(d_values, d_table, queries, values, gradient, scores, table);
+    differentiate_pixels<0>(d_values, d_table, queries, values, gradient, scores, table, windows);
     block_barrier();
 
     if constexpr (CONTENT_KEYS) {
       copy_in<KEY>(keys, arguments.keys, lines, [&](int head, int channel) {
-        return [&, head, channel](float(&key)[ACCESS], int slot, int) {
-          const float* largest = arguments.key_max +
-              static_cast<long long>(lines.image(lines.exists(slot) ? slot : 0)) * arguments.heads * KEY +
-              (lines.first_head + head) * KEY + channel;
+        return Moves{[](int, int) { return Nothing{}; },
+                     [&, head, channel](float(&key)[ACCESS], Nothing, int slot, int) {
+                       float largest[ACCESS];
+                       load_floats(largest,
+                                   arguments.key_max + lines.image_head(slot * HEADS + head, arguments.heads) * KEY + channel);
 #pragma unroll
-          for (int i = 0; i < ACCESS; ++i) key[i] = exponential(key[i] - largest[i]);
-        };
+                       for (int i = 0; i < ACCESS; ++i) key[i] = exponential(key[i] - largest[i]);
+                     }};
       });
       clear_padding<KEY>(keys);
       block_barrier();
@@ -364,9 +363,7 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
     for (int own = 0; own < OWN_PAIRS; ++own) {
       const int pair = warp + own * WARPS;
       if (pair >= PAIRS) break;
-      const int slot = pair / HEADS;
-      const long long image_head =
-          static_cast<long long>(lines.image(lines.exists(slot) ? slot : 0)) * arguments.heads + lines.first_head + pair % HEADS;
+      const long long image_head = lines.image_head(pair, arguments.heads);
       const long long context = image_head * QUERY_WIDTH * VALUE_WIDTH;
       if constexpr (CONTENT_QUERIES) {
         add_content_to_queries(queries, gradient, pair, arguments.context + context);
@@ -388,38 +385,37 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
     }
     block_barrier();
 
-    copy_out<KEY>(arguments.d_queries, lines, queries, [](int, int) {
-      return [](float(&out)[ACCESS], int, int, T* to) {
-        if constexpr (ACCUMULATE) {
-          float before[ACCESS];
-          load_access(before, to);
+    if constexpr (ACCUMULATE)
+      copy_out<KEY>(arguments.d_queries, lines, queries, [](int, int) {
+        return Moves{[](const T* to, int, int) { return read_access(to); },
+                     [](float(&out)[ACCESS], const Access& there, int, int) {
+                       float before[ACCESS];
+                       to_floats(before, there);
 #pragma unroll
-          for (int i = 0; i < ACCESS; ++i) out[i] += before[i];
-        }
-      };
-    });
-    copy_out<VALUE>(arguments.d_values, lines, gradient, [&](int head, int channel) {
-      const int own = head * VALUE + channel;
-      float mean[ACCESS] = {}, inverse_deviation[ACCESS] = {};
-      if constexpr (STATISTICS) {
-        load_floats(mean, arguments.moments + first_channel + own);
-        load_floats(inverse_deviation, arguments.moments + channels + first_channel + own);
-      }
-      return [&, own, mean, inverse_deviation](float(&out)[ACCESS], int slot, int pixel, T*) {
-        if constexpr (STATISTICS) {
-          float input[ACCESS];
-          load_access(input, lines.start(arguments.values, slot, VALUE) + own +
-                                 static_cast<long long>(pixel) * arguments.values.pixel);
+                       for (int i = 0; i < ACCESS; ++i) out[i] += before[i];
+                     }};
+      });
+    else
+      copy_out<KEY>(arguments.d_queries, lines, queries, unchanged());
+    if constexpr (STATISTICS)
+      copy_out<VALUE>(arguments.d_values, lines, gradient, [&](int head, int channel) {
+        const int own = head * VALUE + channel;
+        const float* moments = arguments.moments + first_channel + own;
+        return Moves{
+            [&, own](const T*, int slot, int pixel) { return read_access(lines.start(arguments.values, slot, pixel, VALUE) + own); },
+            [=, &sums_of_channels](float(&out)[ACCESS], const Access& value, int, int) {
+              float input[ACCESS], mean[ACCESS], inverse_deviation[ACCESS];
+              to_floats(input, value);
+              load_floats(mean, moments);
+              load_floats(inverse_deviation, moments + channels);
 #pragma unroll
-          for (int i = 0; i < ACCESS; ++i) {
-            sums_of_channels.first[i] += out[i];
-            sums_of_channels.second[i] += out[i] * (input[i] - mean[i]) * inverse_deviation[i];
-          }
-        }
-      };
-    });
-    if constexpr (CONTENT_KEYS)
-      copy_out<KEY>(arguments.d_keys, lines, keys, [](int, int) { return [](float(&)[ACCESS], int, int, T*) {}; });
+              for (int i = 0; i < ACCESS; ++i) input[i] = out[i] * (input[i] - mean[i]) * inverse_deviation[i];
+              sums_of_channels.add(out, input);
+            }};
+      });
+    else
+      copy_out<VALUE>(arguments.d_values, lines, gradient, unchanged());
+    if constexpr (CONTENT_KEYS) copy_out<KEY>(arguments.d_keys, lines, keys, unchanged());
     block_barrier();
     if constexpr (CONTENT_KEYS) {
       clear_score_padding(scores);  // the keys were there
@@ -428,5 +424,5 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
   }
   write_table(d_table, reinterpret_cast<float*>(shared), arguments.d_rel);
   if constexpr (STATISTICS)
-    sums_of_channels.write(arguments.statistics, channels, first_channel, reinterpret_cast<float*>(shared));
+    sums_of_channels.write(arguments.statistics, channels, first_channel);
 }

@@ -29,63 +29,161 @@ constexpr int VALUE_TILE = QueryTile::SIZE;
 constexpr int SCORES = VALUE_TILE + ValueTile::SIZE;
 constexpr int TABLE = SCORES + SCORES_SIZE;
 
+constexpr int OWN_PAIRS = (PAIRS + WARPS - 1) / WARPS;
+constexpr int VALUE_TILES = VALUE_WIDTH / 8;
+constexpr int VALUE_STEPS = SCORE_COLUMNS / ALONG;
+using Sums = float[OWN_PAIRS][VALUE_TILES][4];
+
+// Whole lines are unrolled, and what serves all pixels of a line stays in registers where it fits.
+constexpr bool WHOLE_LINES = LENGTH <= BAND && WARPS % 8 == 0;
+constexpr bool WINDOWS_IN_REGISTERS = WHOLE_LINES && WINDOW_REGISTERS <= 28;
+
+struct Values {
+  Right<T, ALONG> right[VALUE_STEPS][VALUE_TILES];
+};
+
+struct Context {
+  Right<T, QUERY_DEPTH> right[QUERY_STEPS][VALUE_TILES];
+};
+constexpr bool CONTEXT_IN_REGISTERS = CONTENT && sizeof(Context) <= 16;
+
+DEVICE void load_context(Context& context, const T* vectors) {
+#pragma unroll
+  for (int step = 0; step < QUERY_STEPS; ++step)
+#pragma unroll
+    for (int tile = 0; tile < VALUE_TILES; ++tile)
+      context.right[step][tile] = load_right_directly<T, QUERY_DEPTH>(
+          [&](int channel) { return vectors + (tile * 8 + channel) * QUERY_WIDTH + step * QUERY_DEPTH; });
+}
+
 // Adds q times the context vectors of a pair's image and head, for 16 pixels from x on.
-DEVICE void add_content(float (&sums)[VALUE_WIDTH / 8][4], QueryTile queries, int pair, int x, const T* context) {
-  constexpr int DEPTH = depth_of<T>(QUERY_WIDTH);
+DEVICE void add_content(float (&sums)[VALUE_TILES][4], QueryTile queries, int pair, int x, const Context& context) {
 #pragma unroll
-  for (int step = 0; step < QUERY_WIDTH; step += DEPTH) {
-    const auto query = load_left<T, DEPTH>([&](int row) { return queries.of_pair(pair, x + row) + step; });
+  for (int step = 0; step < QUERY_STEPS; ++step) {
+    const auto query = load_left<T, QUERY_DEPTH>([&](int row) { return queries.of_pair(pair, x + row) + step * QUERY_DEPTH; });
 #pragma unroll
-    for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile)
-      multiply(sums[tile], query, load_right_directly<T, DEPTH>([&](int channel) {
-                 return context + (tile * 8 + channel) * QUERY_WIDTH + step;
-               }));
+    for (int tile = 0; tile < VALUE_TILES; ++tile) multiply(sums[tile], query, context.right[step][tile]);
   }
 }
 
-// Adds S V for 16 attending pixels of a pair and the ATTENDED pixels from `begin` on.
-DEVICE void add_positional(float (&sums)[VALUE_WIDTH / 8][4], T* scores, ValueTile values, int pair, int begin) {
+// The values of the ATTENDED pixels of a pair from `begin` on.
+DEVICE void load_values(Values& own, ValueTile values, int pair, int begin) {
+  if constexpr (VALUE_TILES == 1) {
+    Right<T, ALONG> right[VALUE_STEPS];
+    load_right_transposed_long(right, [&](int step) { return values.of_pair(pair, begin + step); });
 #pragma unroll
-  for (int i = 0; i < SCORE_COLUMNS; i += ALONG) {
-    if (LENGTH > BAND && begin + i >= TILE_ROWS) break;  // the last band may reach past the line
-    const auto score = load_left<T, ALONG>([&](int row) { return scores_of(scores, row, pair) + i; });
-    auto value = [&](int step) { return values.of_pair(pair, begin + i + step); };
+    for (int i = 0; i < VALUE_STEPS; ++i) own.right[i][0] = right[i];
+  } else {
 #pragma unroll
-    for (int tile = 0; tile < VALUE_WIDTH / 8; tile += 2) {
-      if (tile + 1 < VALUE_WIDTH / 8) {
-        Right<T, ALONG> right[2];
-        load_right_transposed_pair<T, ALONG>(right[0], right[1], [&](int step) { return value(step) + tile * 8; });
-        multiply(sums[tile], score, right[0]);
-        multiply(sums[tile + 1], score, right[1]);
+    for (int i = 0; i < VALUE_STEPS; ++i)
+      load_right_transposed(own.right[i], [&](int step) { return values.of_pair(pair, begin + i * ALONG + step); });
+  }
+}
+
+// Adds S V for 16 attending pixels of a pair.
+DEVICE void add_positional(float (&sums)[VALUE_TILES][4], T* scores, const Values& values, int pair, int begin) {
+#pragma unroll
+  for (int i = 0; i < VALUE_STEPS; ++i) {
+    if (LENGTH > BAND && begin + i * ALONG >= TILE_ROWS) break;  // the last band may reach past the line
+    const auto score = load_left<T, ALONG>([&](int row) { return scores_of(scores, row, pair) + i * ALONG; });
+#pragma unroll
+    for (int tile = 0; tile < VALUE_TILES; ++tile) multiply(sums[tile], score, values.right[i][tile]);
+  }
+}
+
+// The output of 16 pixels from x on takes the place of their queries, after content attention is added.
+DEVICE void store_output(Sums& sums, QueryTile queries, int x, const Lines& lines, const Arguments& arguments,
+                         const Context (&contexts)[OWN_PAIRS]) {
+  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+#pragma unroll
+  for (int own = 0; own < OWN_PAIRS; ++own) {
+    const int pair = warp_index() + own * WARPS;
+    if (pair >= PAIRS) break;
+    if constexpr (CONTENT) {
+      if constexpr (CONTEXT_IN_REGISTERS) {
+        add_content(sums[own], queries, pair, x, contexts[own]);
       } else {
-        multiply(sums[tile], score, load_right_transposed<T, ALONG>([&](int step) { return value(step) + tile * 8; }));
+        Context context;
+        load_context(context, arguments.context + lines.image_head(pair, arguments.heads) * VALUE_WIDTH * QUERY_WIDTH);
+        add_content(sums[own], queries, pair, x, context);
       }
+      warp_barrier();
+    }
+#pragma unroll
+    for (int tile = 0; tile < VALUE_TILES; ++tile) {
+      const int channel = tile * 8 + column;
+      if (x + row < LENGTH) store_two(queries.of_pair(pair, x + row) + channel, sums[own][tile][0], sums[own][tile][1]);
+      if (x + row + 8 < LENGTH)
+        store_two(queries.of_pair(pair, x + row + 8) + channel, sums[own][tile][2], sums[own][tile][3]);
     }
   }
 }
 
-// The mean of 2 x 2 pixels: the block's lines come in twos, each two of one image.
+// The pixels from X0 on of lines that fit into one band.
+template <int X0>
+DEVICE void attend(QueryTile queries, const Values (&values)[OWN_PAIRS], T* scores, const T* table, const Windows& windows,
+                   const Lines& lines, const Arguments& arguments, const Context (&contexts)[OWN_PAIRS]) {
+  const int warp = warp_index();
+  if constexpr (WINDOWS_IN_REGISTERS) {
+    if (X0 + warp < LENGTH) score_pixel<X0 / 8>(scores, warp, queries, X0 + warp, windows);
+    if constexpr (WARPS == 8)
+      if (X0 + 8 + warp < LENGTH) score_pixel<X0 / 8 + 1>(scores, warp + 8, queries, X0 + 8 + warp, windows);
+  } else {
+    for (int slot = warp; slot < 16; slot += WARPS)
+      if (X0 + slot < LENGTH) score_pixel(scores, slot, queries, X0 + slot, table, 0);
+  }
+  block_barrier();
+  Sums sums = {};
+#pragma unroll
+  for (int own = 0; own < OWN_PAIRS; ++own)
+    if (warp + own * WARPS < PAIRS) add_positional(sums[own], scores, values[own], warp + own * WARPS, 0);
+  block_barrier();
+  store_output(sums, queries, X0, lines, arguments, contexts);
+  if constexpr (X0 + 16 < LENGTH) attend<X0 + 16>(queries, values, scores, table, windows, lines, arguments, contexts);
+}
+
+// The same for longer lines.
+DEVICE void attend_long(QueryTile queries, ValueTile values, T* scores, const T* table, const Lines& lines,
+                        const Arguments& arguments, const Context (&contexts)[OWN_PAIRS]) {
+  const int warp = warp_index();
+  for (int x0 = 0; x0 < LENGTH; x0 += 16) {
+    Sums sums = {};
+    for (int band = 0; band < LENGTH; band += BAND) {
+      for (int slot = warp; slot < 16; slot += WARPS)
+        if (x0 + slot < LENGTH) score_pixel(scores, slot, queries, x0 + slot, table, band);
+      block_barrier();
+#pragma unroll
+      for (int own = 0; own < OWN_PAIRS; ++own)
+        if (warp + own * WARPS < PAIRS) {
+          Values right;
+          load_values(right, values, warp + own * WARPS, band);
+          add_positional(sums[own], scores, right, warp + own * WARPS, band);
+        }
+      block_barrier();
+    }
+    store_output(sums, queries, x0, lines, arguments, contexts);
+  }
+}
+
+// The mean of 2 x 2 pixels.
 template <class Change>
 DEVICE void copy_out_pooled(const Map& map, const Lines& lines, QueryTile tile, Change change) {
-  const Lines pooled{lines.first / 2, lines.total / 2, lines.per_image / 2, lines.first_head};
+  const Lines pooled = lines.pooled();
   Accesses<VALUE>::visit([&](int head, int channel) {
-    return [&, head, channel, changed = change(head, channel)](int slot) {
-      T* to = pooled.start(map, slot / 2, VALUE) + head * VALUE + channel;
-      const bool exists = slot % 2 == 0 && lines.exists(slot);
-      return [&, head, channel, slot, to, exists](int pixel) {
-        if (!exists || pixel >= LENGTH / 2) return;
-        float mean[ACCESS] = {};
-        for (int corner = 0; corner < 4; ++corner) {
-          float values[ACCESS];
-          load_access(values, tile.at(slot + corner / 2, 2 * pixel + corner % 2, head) + channel);
+    auto changes = change(head, channel);
+    return Moves{[](int, int) { return Nothing{}; },
+                 [=, &map, &pooled, &lines](Nothing, int slot, int pixel) {
+                   if (slot % 2 || pixel % 2 || !lines.exists(slot)) return;
+                   float mean[ACCESS] = {};
+                   for (int corner = 0; corner < 4; ++corner) {
+                     float values[ACCESS];
+                     to_floats(values, read_access(tile.at(slot + corner / 2, pixel + corner % 2, head) + channel));
 #pragma unroll
-          for (int i = 0; i < ACCESS; ++i) mean[i] += 0.25f * values[i];
-        }
-        T* target = to + static_cast<long long>(pixel) * map.pixel;
-        changed(mean, slot, pixel, target);
-        store_access(target, mean);
-      };
-    };
+                     for (int i = 0; i < ACCESS; ++i) mean[i] += 0.25f * values[i];
+                   }
+                   changes.write(mean, Nothing{}, slot, pixel);
+                   write_access(pooled.start(map, slot / 2, pixel / 2, VALUE) + head * VALUE + channel, mean);
+                 }};
   });
 }
 
@@ -96,39 +194,43 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
   const ValueTile values{shared + VALUE_TILE};
   T* const scores = shared + SCORES;
   T* const table = shared + TABLE;
-  const int warp = warp_index(), row = lane_index() / 4, column = lane_index() % 4 * 2;
+  const int warp = warp_index();
 
   fill_with_zeros(shared, TABLE);
   copy_table(table, arguments.rel);
   block_barrier();
+  Windows windows;
+  if constexpr (WINDOWS_IN_REGISTERS) windows.load(table);
 
-  Lines lines{0, arguments.total_lines, arguments.lines_per_image, block_row() * HEADS};
+  Lines lines{arguments.total_lines, arguments.lines_per_image, block_row() * HEADS};
   const int first_channel = lines.first_head * VALUE, channels = arguments.heads * VALUE;
-  ChannelSums<VALUE> sums_of_channels;
+  float sum[ACCESS] = {}, sum_of_squares[ACCESS] = {};
 
   // What happens to an output on its way.
   auto finish = [&](int head, int channel) {
     const int own = first_channel + head * VALUE + channel;
-    float scale[ACCESS] = {}, shift[ACCESS] = {}, centre[ACCESS] = {};
-    if constexpr (FINISH) {
-      load_floats(scale, arguments.finish + own);
-      load_floats(shift, arguments.finish + channels + own);
-    }
-    if constexpr (STATISTICS) load_floats(centre, arguments.centre + own);
-    return [&sums_of_channels, scale, shift, centre](float(&out)[ACCESS], int, int, T*) {
+    auto change = [=, &arguments, &sum, &sum_of_squares](float(&out)[ACCESS], Nothing, int, int) {
+      if constexpr (FINISH) {
+        float scale[ACCESS], shift[ACCESS];
+        load_floats(scale, arguments.finish + own);
+        load_floats(shift, arguments.finish + channels + own);
 #pragma unroll
-      for (int i = 0; i < ACCESS; ++i) {
-        if constexpr (FINISH) {
+        for (int i = 0; i < ACCESS; ++i) {
           out[i] = out[i] * scale[i] + shift[i];
           out[i] = out[i] < 0.f ? 0.f : out[i];  // a NaN stays one
         }
-        if constexpr (STATISTICS) {
+      }
+      if constexpr (STATISTICS) {
+        float centre[ACCESS];
+        load_floats(centre, arguments.centre + own);
+#pragma unroll
+        for (int i = 0; i < ACCESS; ++i) {
           const float distance = out[i] - centre[i];
-          sums_of_channels.first[i] += distance;
-          sums_of_channels.second[i] += distance * distance;
+          sum[i] += distance, sum_of_squares[i] += distance * distance;
         }
       }
     };
+    return Moves{[](const T*, int, int) { return Nothing{}; }, change};
   };
 
   const int items = (arguments.total_lines + LINES - 1) / LINES;
@@ -136,45 +238,30 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
   const int begin = static_cast<int>(static_cast<long long>(items) * block_index() / block_count());
   const int end = static_cast<int>(static_cast<long long>(items) * (block_index() + 1) / block_count());
   for (int item = begin; item < end; ++item) {
-    lines.first = item * LINES;
+    lines.move_to(item * LINES);
     copy_in<KEY>(queries, arguments.queries, lines);
     if constexpr (NORM_VALUES)
       copy_in<VALUE>(values, arguments.values, lines, scale_and_shift(arguments.norm + first_channel, channels, VALUE));
     else
       copy_in<VALUE>(values, arguments.values, lines);
+    Context contexts[OWN_PAIRS];
+    if constexpr (CONTEXT_IN_REGISTERS)
+#pragma unroll
+      for (int own = 0; own < OWN_PAIRS; ++own)
+        if (const int pair = warp + own * WARPS; pair < PAIRS)
+          load_context(contexts[own],
+                       arguments.context + lines.image_head(pair, arguments.heads) * VALUE_WIDTH * QUERY_WIDTH);
     wait_for_copies();
     block_barrier();
 
-    for (int x0 = 0; x0 < LENGTH; x0 += 16) {
-      float sums[(PAIRS + WARPS - 1) / WARPS][VALUE_WIDTH / 8][4] = {};
-      for (int band = 0; band < LENGTH; band += BAND) {
-        for (int slot = warp; slot < 16; slot += WARPS)
-          if (x0 + slot < LENGTH) score_pixel(scores, slot, queries, x0 + slot, table, band);
-        block_barrier();
+    if constexpr (WHOLE_LINES) {
+      Values own_values[OWN_PAIRS];
 #pragma unroll
-        for (int own = 0; own < (PAIRS + WARPS - 1) / WARPS; ++own)
-          if (warp + own * WARPS < PAIRS) add_positional(sums[own], scores, values, warp + own * WARPS, band);
-        block_barrier();
-      }
-#pragma unroll
-      for (int own = 0; own < (PAIRS + WARPS - 1) / WARPS; ++own) {
-        const int pair = warp + own * WARPS;
-        if (pair >= PAIRS) break;
-        if constexpr (CONTENT) {
-          const int slot = pair / HEADS;
-          const long long image_head =
-              static_cast<long long>(lines.image(lines.exists(slot) ? slot : 0)) * arguments.heads + lines.first_head + pair % HEADS;
-          add_content(sums[own], queries, pair, x0, arguments.context + image_head * VALUE_WIDTH * QUERY_WIDTH);
-          warp_barrier();
-        }
-#pragma unroll
-        for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile) {
-          const int channel = tile * 8 + column;
-          if (x0 + row < LENGTH) store_two(queries.of_pair(pair, x0 + row) + channel, sums[own][tile][0], sums[own][tile][1]);
-          if (x0 + row + 8 < LENGTH)
-            store_two(queries.of_pair(pair, x0 + row + 8) + channel, sums[own][tile][2], sums[own][tile][3]);
-        }
-      }
+      for (int own = 0; own < OWN_PAIRS; ++own)
+        if (warp + own * WARPS < PAIRS) load_values(own_values[own], values, warp + own * WARPS, 0);
+      attend<0>(queries, own_values, scores, table, windows, lines, arguments, contexts);
+    } else {
+      attend_long(queries, values, scores, table, lines, arguments, contexts);
     }
     block_barrier();
     if constexpr (POOL)
@@ -183,6 +270,9 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
       copy_out<VALUE>(arguments.out, lines, queries, finish);
     block_barrier();
   }
-  if constexpr (STATISTICS)
-    sums_of_channels.write(arguments.statistics, channels, first_channel, reinterpret_cast<float*>(shared));
+  if constexpr (STATISTICS) {
+    const ChannelSums<VALUE> sums{reinterpret_cast<float*>(shared)};
+    sums.set(sum, sum_of_squares);
+    sums.write(arguments.statistics, channels, first_channel);
+  }
 }

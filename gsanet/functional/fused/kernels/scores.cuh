@@ -42,37 +42,74 @@ DEVICE void copy_table(T* table, const T* rel) {
 // Where the window of attending pixel x begins; pixels past the line read some window, and their queries are zero.
 DEVICE const T* window_of(const T* table, int x) { return table + (x < LENGTH ? LENGTH - 1 - x : 0) * TABLE_STRIDE; }
 
+constexpr int QUERY_DEPTH = depth_of<T>(QUERY_WIDTH), QUERY_STEPS = QUERY_WIDTH / QUERY_DEPTH;
+constexpr int EIGHTS = (LENGTH + 7) / 8;      // groups of eight pixels on a line
+constexpr int TABLE_EIGHTS = 2 * EIGHTS - 1;  // groups of eight offsets that a warp meets
+
+// A warp owns the attending pixels x with x % WARPS = its number, and WARPS is a multiple of 8. From one of them to the
+// next the window moves by whole groups of eight rows, so a warp meets TABLE_EIGHTS such groups and no others: they stay
+// in registers over all lines. Group e holds the offsets 8 (e - EIGHTS + 1) - warp and the seven after it.
+struct Windows {
+  Right<T, QUERY_DEPTH> right[TABLE_EIGHTS][QUERY_STEPS];
+
+  DEVICE void load(const T* table) {
+#pragma unroll
+    for (int eight = 0; eight < TABLE_EIGHTS; ++eight)
+#pragma unroll
+      for (int step = 0; step < QUERY_STEPS; ++step)
+        right[eight][step] = load_right<T, QUERY_DEPTH>([&](int row) {
+          const int offset = 8 * (eight - EIGHTS + 1) + row - warp_index() + LENGTH - 1;
+          return table + (offset > 0 ? offset : 0) * TABLE_STRIDE + step * QUERY_DEPTH;  // below: of no pixel
+        });
+  }
+};
+
+constexpr int WINDOW_REGISTERS = TABLE_EIGHTS * QUERY_STEPS * static_cast<int>(sizeof(Right<T, QUERY_DEPTH>)) / 4;
+
+template <class QueryTile>
+DEVICE void load_queries(Left<T, QUERY_DEPTH> (&query)[QUERY_STEPS], QueryTile queries, int x) {
+#pragma unroll
+  for (int step = 0; step < QUERY_STEPS; ++step)
+    query[step] = load_left<T, QUERY_DEPTH>(
+        [&](int row) { return queries.of_pair(row < PAIRS ? row : PAIRS - 1, x) + step * QUERY_DEPTH; });
+}
+
+DEVICE void store_scores(T* scores, int slot, const float (&sums)[SCORE_TILES][4]) {
+  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+#pragma unroll
+  for (int tile = 0; tile < SCORE_TILES; ++tile) {
+    if (row < PAIRS) store_two(scores_of(scores, slot, row) + tile * 8 + column, sums[tile][0], sums[tile][1]);
+    if (row + 8 < PAIRS) store_two(scores_of(scores, slot, row + 8) + tile * 8 + column, sums[tile][2], sums[tile][3]);
+  }
+}
+
 // The scores of pixel x with the ATTENDED pixels from `begin` on, for all pairs, by one warp.
 template <class QueryTile>
 DEVICE void score_pixel(T* scores, int slot, QueryTile queries, int x, const T* table, int begin) {
-  constexpr int DEPTH = depth_of<T>(QUERY_WIDTH), STEPS = QUERY_WIDTH / DEPTH;
-  Left<T, DEPTH> query[STEPS];
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step)
-    query[step] = load_left<T, DEPTH>(
-        [&](int row) { return queries.of_pair(row < PAIRS ? row : PAIRS - 1, x) + step * DEPTH; });
+  Left<T, QUERY_DEPTH> query[QUERY_STEPS];
+  load_queries(query, queries, x);
   const T* window = window_of(table, x) + begin * TABLE_STRIDE;
-  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+  float sums[SCORE_TILES][4] = {};
 #pragma unroll
-  for (int tile = 0; tile < SCORE_TILES; tile += 2) {
-    float sums[2][4] = {};
+  for (int step = 0; step < QUERY_STEPS; ++step) {
+    Right<T, QUERY_DEPTH> right[SCORE_TILES];
+    load_right(right, [&](int i) { return window + i * TABLE_STRIDE + step * QUERY_DEPTH; });
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      auto embedding = [&](int i) { return window + (tile * 8 + i) * TABLE_STRIDE + step * DEPTH; };
-      if (tile + 1 < SCORE_TILES) {
-        Right<T, DEPTH> right[2];
-        load_right_pair<T, DEPTH>(right[0], right[1], embedding);
-        multiply(sums[0], query[step], right[0]);
-        multiply(sums[1], query[step], right[1]);
-      } else {
-        multiply(sums[0], query[step], load_right<T, DEPTH>(embedding));
-      }
-    }
-#pragma unroll
-    for (int part = 0; part < 2 && tile + part < SCORE_TILES; ++part) {
-      const int i = (tile + part) * 8 + column;
-      if (row < PAIRS) store_two(scores_of(scores, slot, row) + i, sums[part][0], sums[part][1]);
-      if (row + 8 < PAIRS) store_two(scores_of(scores, slot, row + 8) + i, sums[part][2], sums[part][3]);
-    }
+    for (int tile = 0; tile < SCORE_TILES; ++tile) multiply(sums[tile], query[step], right[tile]);
   }
+  store_scores(scores, slot, sums);
+}
+
+// The same for the whole line, with the windows in registers; EIGHT is x / 8, less the warp's own share.
+template <int EIGHT, class QueryTile>
+DEVICE void score_pixel(T* scores, int slot, QueryTile queries, int x, const Windows& windows) {
+  Left<T, QUERY_DEPTH> query[QUERY_STEPS];
+  load_queries(query, queries, x);
+  float sums[SCORE_TILES][4] = {};
+#pragma unroll
+  for (int step = 0; step < QUERY_STEPS; ++step)
+#pragma unroll
+    for (int tile = 0; tile < SCORE_TILES; ++tile)
+      if constexpr (EIGHT < EIGHTS) multiply(sums[tile], query[step], windows.right[tile - EIGHT + EIGHTS - 1][step]);
+  store_scores(scores, slot, sums);
 }

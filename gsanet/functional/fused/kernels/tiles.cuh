@@ -42,19 +42,48 @@ struct Map {
 
 // The lines that a block works on at one time. They may belong to different images; some may not exist.
 struct Lines {
-  int first;      // counted over the whole batch
-  int total;      // in the whole batch
+  int total;  // in the whole batch
   int per_image;
   int first_head;
+  int first = 0;  // counted over the whole batch
+  int first_image = 0, first_in_image = 0;
+
+  DEVICE void move_to(int line) {
+    first = line, first_image = line / per_image, first_in_image = line - first_image * per_image;
+  }
 
   DEVICE bool exists(int slot) const { return first + slot < total; }
-  DEVICE int image(int slot) const { return (first + slot) / per_image; }
 
-  // Where channel 0 of the block's first head of a line begins.
-  DEVICE T* start(const Map& map, int slot, int width) const {
-    const int line = exists(slot) ? first + slot : first, number = line / per_image;
-    return static_cast<T*>(map.data) + number * map.batch + static_cast<long long>(line - number * per_image) * map.line +
-           first_head * width;
+  // A slot's image, and the line's number in it; of a line that does not exist, those of the first one.
+  DEVICE void find(int slot, int& image, int& line) const {
+    image = first_image, line = first_in_image + (exists(slot) ? slot : 0);
+    if constexpr (LINES <= 2) {
+      if (line >= per_image) line -= per_image, ++image;
+    } else {
+      image += line / per_image, line %= per_image;
+    }
+  }
+
+  // Where channel 0 of the block's first head begins, of a pixel.
+  DEVICE T* start(const Map& map, int slot, int pixel, int width) const {
+    int image, line;
+    find(slot, image, line);
+    return static_cast<T*>(map.data) + image * map.batch + static_cast<long long>(line) * map.line +
+           static_cast<long long>(pixel) * map.pixel + first_head * width;
+  }
+
+  // The number of a pair's image and head among those of the whole batch.
+  DEVICE long long image_head(int pair, int heads) const {
+    int image, line;
+    find(pair / HEADS, image, line);
+    return static_cast<long long>(image) * heads + first_head + pair % HEADS;
+  }
+
+  // Lines of the map of 2 x 2 means: a block's lines come in twos of one image.
+  DEVICE Lines pooled() const {
+    Lines half{total / 2, per_image / 2, first_head};
+    half.move_to(first / 2);
+    return half;
   }
 };
 
@@ -84,24 +113,31 @@ DEVICE void fill_with_zeros(S* data, int count) {
     reinterpret_cast<Words*>(data)[i] = Words{};
 }
 
-template <class S>
-DEVICE void unpack(Word word, float& low, float& high) {
-  low = to_float(S{static_cast<unsigned short>(word)}), high = to_float(S{static_cast<unsigned short>(word >> 16)});
+// What a thread moves at once, as it lies in memory.
+struct Access {
+  Word words[VECTOR ? 4 : 1];
+};
+
+DEVICE Access read_access(const T* from) {
+  Access access;
+  if constexpr (VECTOR) {
+    const Words words = *reinterpret_cast<const Words*>(from);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) access.words[i] = words.words[i];
+  } else {
+    access.words[0] = float_bits(to_float(*from));
+  }
+  return access;
 }
 
-template <class S>
-DEVICE void load_access(float (&values)[ACCESS], const S* from) {
-  if constexpr (ACCESS == 1) {
-    values[0] = to_float(*from);
-  } else {
-    const Words access = *reinterpret_cast<const Words*>(from);
+template <class S = T>
+DEVICE void to_floats(float (&values)[ACCESS], const Access& access) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (IS_FLOAT<S>)
-        values[i] = bits_float(access.words[i]);
-      else
-        unpack<S>(access.words[i], values[2 * i], values[2 * i + 1]);
-    }
+  for (int i = 0; i < static_cast<int>(sizeof(Access) / 4); ++i) {
+    if constexpr (!VECTOR || IS_FLOAT<S>)
+      values[i] = bits_float(access.words[i]);
+    else
+      unpack<S>(access.words[i], values[2 * i], values[2 * i + 1]);
   }
 }
 
@@ -114,8 +150,8 @@ DEVICE S to_scalar(float value) {
 }
 
 template <class S>
-DEVICE void store_access(S* to, const float (&values)[ACCESS]) {
-  if constexpr (ACCESS == 1) {
+DEVICE void write_access(S* to, const float (&values)[ACCESS]) {
+  if constexpr (!VECTOR) {
     *to = to_scalar<S>(values[0]);
   } else {
     Words access;
@@ -130,10 +166,28 @@ DEVICE void store_access(S* to, const float (&values)[ACCESS]) {
   }
 }
 
+// `from` is a multiple of 16 bytes if accesses are.
 DEVICE void load_floats(float (&values)[ACCESS], const float* from) {
+  if constexpr (VECTOR) {
 #pragma unroll
-  for (int i = 0; i < ACCESS; ++i) values[i] = from[i];
+    for (int i = 0; i < ACCESS; i += 4) {
+      const Words words = *reinterpret_cast<const Words*>(from + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) values[i + j] = bits_float(words.words[j]);
+    }
+  } else {
+    values[0] = from[0];
+  }
 }
+
+// Two functions of a place: what is read there, and what is done with it.
+template <class Read, class Write>
+struct Moves {
+  Read read;
+  Write write;
+};
+template <class Read, class Write>
+Moves(Read, Write) -> Moves<Read, Write>;
 
 // How the threads share the pixels of a tile: each has its own channels, and neighbours move neighbouring channels.
 template <int WIDTH>
@@ -141,19 +195,29 @@ struct Accesses {
   static constexpr int PER_HEAD = WIDTH / ACCESS;
   static constexpr int PER_PIXEL = HEADS * PER_HEAD;
   static constexpr int PIXELS = PER_PIXEL < THREADS ? THREADS / PER_PIXEL : 1;  // moved at once
+  static constexpr int ROUNDS = (LINES * LENGTH + PIXELS - 1) / PIXELS;
 
-  // Calls begin(head, channel)(slot)(pixel): what depends on the channels alone is prepared once.
+  // begin(head, channel) gives Moves: read(slot, pixel), and write(what was read, slot, pixel).
   template <class Begin>
   static DEVICE void visit(Begin begin) {
-    const int first = PER_PIXEL < THREADS ? thread_index() / PER_PIXEL : 0;
+    const int thread = anew(thread_index());
+    const int first = PER_PIXEL < THREADS ? thread / PER_PIXEL : 0;
     if (first >= PIXELS) return;
-    for (int access = PER_PIXEL < THREADS ? thread_index() % PER_PIXEL : thread_index(); access < PER_PIXEL; access += THREADS) {
-      auto channels = begin(access / PER_HEAD, access % PER_HEAD * ACCESS);
-#pragma unroll 2
-      for (int slot = 0; slot < LINES; ++slot) {
-        auto line = channels(slot);
-#pragma unroll 4
-        for (int pixel = first; pixel < LENGTH; pixel += PIXELS) line(pixel);
+    for (int access = PER_PIXEL < THREADS ? thread % PER_PIXEL : thread; access < PER_PIXEL; access += THREADS) {
+      auto moves = begin(access / PER_HEAD, access % PER_HEAD * ACCESS);
+      using Found = decltype(moves.read(0, 0));
+      // So many are read before the first is written, and their waits overlap.
+      constexpr int MOST = sizeof(Found) > 16 ? 2 : 4, BATCH = ROUNDS < MOST ? ROUNDS : MOST;
+#pragma unroll 1
+      for (int round = 0; round < ROUNDS; round += BATCH) {
+        Found found[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+          if (const int row = first + (round + i) * PIXELS; row < LINES * LENGTH) found[i] = moves.read(row / LENGTH, row % LENGTH);
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+          if (const int row = first + (round + i) * PIXELS; row < LINES * LENGTH)
+            moves.write(found[i], row / LENGTH, row % LENGTH);
       }
     }
   }
@@ -163,133 +227,156 @@ struct Accesses {
 template <int WIDTH, class TileType>
 DEVICE void copy_in(TileType tile, const Map& map, const Lines& lines) {
   Accesses<WIDTH>::visit([&](int head, int channel) {
-    return [&, head, channel](int slot) {
-      const T* from = lines.start(map, slot, WIDTH) + head * WIDTH + channel;
-      T* to = tile.at(slot, 0, head) + channel;
-      const bool exists = lines.exists(slot);
-      return [&map, from, to, exists](int pixel) {
-        if constexpr (VECTOR)
-          copy_async(to + pixel * TileType::PIXEL, from + static_cast<long long>(pixel) * map.pixel, exists);
-        else
-          to[pixel * TileType::PIXEL] = exists ? from[static_cast<long long>(pixel) * map.pixel] : T{};
-      };
-    };
+    auto from = [&, head, channel](int slot, int pixel) { return lines.start(map, slot, pixel, WIDTH) + head * WIDTH + channel; };
+    auto to = [&, head, channel](int slot, int pixel) { return tile.at(slot, pixel, head) + channel; };
+    if constexpr (VECTOR)
+      return Moves{[=, &lines](int slot, int pixel) {
+                     copy_async(to(slot, pixel), from(slot, pixel), lines.exists(slot));
+                     return 0;
+                   },
+                   [](int, int, int) {}};
+    else
+      return Moves{[=](int slot, int pixel) { return *from(slot, pixel); },
+                   [=, &lines](T value, int slot, int pixel) { *to(slot, pixel) = lines.exists(slot) ? value : T{}; }};
   });
 }
 
-// The same with a change of the values on the way: change(head, channel) gives a function of (values, slot, pixel).
+// The same with a change on the way: change(head, channel) gives Moves of its own, from (slot, pixel) to what else is
+// read, and then a function of (values, what else was read, slot, pixel).
 template <int WIDTH, class TileType, class Change>
 DEVICE void copy_in(TileType tile, const Map& map, const Lines& lines, Change change) {
   Accesses<WIDTH>::visit([&](int head, int channel) {
-    return [&, head, channel, changed = change(head, channel)](int slot) {
-      const T* from = lines.start(map, slot, WIDTH) + head * WIDTH + channel;
-      T* to = tile.at(slot, 0, head) + channel;
-      const bool exists = lines.exists(slot);
-      return [&map, &changed, from, to, exists, slot](int pixel) {
-        float values[ACCESS];
-        load_access(values, from + static_cast<long long>(pixel) * map.pixel);
-        changed(values, slot, pixel);
-#pragma unroll
-        for (int i = 0; i < ACCESS; ++i) values[i] = exists ? values[i] : 0.f;
-        store_access(to + pixel * TileType::PIXEL, values);
-      };
+    auto changes = change(head, channel);
+    using Other = decltype(changes.read(0, 0));
+    struct Found {
+      Access access;
+      Other other;
     };
+    return Moves{[=, &map, &lines](int slot, int pixel) {
+                   return Found{read_access(lines.start(map, slot, pixel, WIDTH) + head * WIDTH + channel),
+                                changes.read(slot, pixel)};
+                 },
+                 [=, &lines](const Found& found, int slot, int pixel) {
+                   float values[ACCESS];
+                   to_floats(values, found.access);
+                   changes.write(values, found.other, slot, pixel);
+#pragma unroll
+                   for (int i = 0; i < ACCESS; ++i) values[i] = lines.exists(slot) ? values[i] : 0.f;
+                   write_access(tile.at(slot, pixel, head) + channel, values);
+                 }};
   });
 }
 
-// The gradient of a mean of 2 x 2 pixels: each pixel gets a quarter of its group's. Lines come in twos of one image.
+// The gradient of a mean of 2 x 2 pixels: each pixel gets a quarter of its group's.
 template <int WIDTH, class TileType>
 DEVICE void copy_in_pooled(TileType tile, const Map& map, const Lines& lines) {
-  const Lines pooled{lines.first / 2, lines.total / 2, lines.per_image / 2, lines.first_head};
+  const Lines pooled = lines.pooled();
   Accesses<WIDTH>::visit([&](int head, int channel) {
-    return [&, head, channel](int slot) {
-      const bool exists = lines.exists(slot);
-      const T* from = pooled.start(map, exists ? slot / 2 : 0, WIDTH) + head * WIDTH + channel;
-      T* to = tile.at(slot, 0, head) + channel;
-      return [&map, from, to, exists](int pixel) {
-        float values[ACCESS];
-        load_access(values, from + static_cast<long long>(pixel / 2) * map.pixel);
+    return Moves{[=, &map, &pooled](int slot, int pixel) {
+                   return read_access(pooled.start(map, slot / 2, pixel / 2, WIDTH) + head * WIDTH + channel);
+                 },
+                 [=, &lines](const Access& access, int slot, int pixel) {
+                   float values[ACCESS];
+                   to_floats(values, access);
 #pragma unroll
-        for (int i = 0; i < ACCESS; ++i) values[i] = exists ? 0.25f * values[i] : 0.f;
-        store_access(to + pixel * TileType::PIXEL, values);
-      };
-    };
+                   for (int i = 0; i < ACCESS; ++i) values[i] = lines.exists(slot) ? 0.25f * values[i] : 0.f;
+                   write_access(tile.at(slot, pixel, head) + channel, values);
+                 }};
   });
 }
 
 // Zeros between and after the channels and the pixels that copies fill.
 template <int WIDTH, class TileType>
 DEVICE void clear_padding(TileType tile) {
-  constexpr int PADDING = padded(WIDTH) - WIDTH;
   for (int i = thread_index(); i < LINES * TILE_ROWS * HEADS; i += THREADS) {
     const int pixel = i / HEADS % TILE_ROWS;
     T* row = tile.at(i / HEADS / TILE_ROWS, pixel, i % HEADS);
-    if (pixel >= LENGTH)
-      for (int channel = 0; channel < padded(WIDTH); ++channel) row[channel] = T{};
-    else
-      for (int channel = WIDTH; channel < WIDTH + PADDING; ++channel) row[channel] = T{};
+    for (int channel = pixel < LENGTH ? WIDTH : 0; channel < padded(WIDTH); ++channel) row[channel] = T{};
   }
 }
 
-// From shared to global memory, the lines that exist: change(head, channel) gives a function of (values, slot, pixel,
-// where they go).
+// From shared to global memory, the lines that exist; change as in `copy_in`, its first function given where it goes.
 template <int WIDTH, class TileType, class Change>
 DEVICE void copy_out(const Map& map, const Lines& lines, TileType tile, Change change) {
   Accesses<WIDTH>::visit([&](int head, int channel) {
-    return [&, head, channel, changed = change(head, channel)](int slot) {
-      T* to = lines.start(map, slot, WIDTH) + head * WIDTH + channel;
-      const T* from = tile.at(slot, 0, head) + channel;
-      const bool exists = lines.exists(slot);
-      return [&map, &changed, from, to, exists, slot](int pixel) {
-        if (!exists) return;
-        float values[ACCESS];
-        load_access(values, from + pixel * TileType::PIXEL);
-        T* target = to + static_cast<long long>(pixel) * map.pixel;
-        changed(values, slot, pixel, target);
-        store_access(target, values);
-      };
+    auto changes = change(head, channel);
+    auto to = [=, &map, &lines](int slot, int pixel) { return lines.start(map, slot, pixel, WIDTH) + head * WIDTH + channel; };
+    using Other = decltype(changes.read(static_cast<const T*>(nullptr), 0, 0));
+    struct Found {
+      Access access;
+      Other other;
     };
+    return Moves{[=](int slot, int pixel) {
+                   return Found{read_access(tile.at(slot, pixel, head) + channel), changes.read(to(slot, pixel), slot, pixel)};
+                 },
+                 [=, &lines](const Found& found, int slot, int pixel) {
+                   if (!lines.exists(slot)) return;
+                   float values[ACCESS];
+                   to_floats(values, found.access);
+                   changes.write(values, found.other, slot, pixel);
+                   write_access(to(slot, pixel), values);
+                 }};
   });
 }
 
-// A change of values by their channel: (2, channels) floats, scale and shift.
-DEVICE auto scale_and_shift(const float* scales, int channels, int width) {
-  return [=](int head, int channel) {
-    float scale[ACCESS], shift[ACCESS];
-    load_floats(scale, scales + head * width + channel);
-    load_floats(shift, scales + channels + head * width + channel);
-    return [scale, shift](float(&values)[ACCESS], int, int) {
-#pragma unroll
-      for (int i = 0; i < ACCESS; ++i) values[i] = values[i] * scale[i] + shift[i];
-    };
+struct Nothing {};
+
+// No change on the way out.
+DEVICE auto unchanged() {
+  return [](int, int) {
+    return Moves{[](const T*, int, int) { return Nothing{}; }, [](float(&)[ACCESS], Nothing, int, int) {}};
   };
 }
 
-// What a block adds up for each channel over all its lines: two sums a channel, kept in registers by the thread that
-// moves these channels, and written once, [block][2][channels], in a fixed order.
+// A change of values by their channel: (2, channels) floats, scale and shift. They are read where they are used: registers
+// are scarcer than reads of what all blocks read.
+DEVICE auto scale_and_shift(const float* scales, int channels, int width) {
+  return [=](int head, int channel) {
+    const float* own = scales + head * width + channel;
+    return Moves{[](int, int) { return Nothing{}; },
+                 [=](float(&values)[ACCESS], Nothing, int, int) {
+                   float scale[ACCESS], shift[ACCESS];
+                   load_floats(scale, own);
+                   load_floats(shift, own + channels);
+#pragma unroll
+                   for (int i = 0; i < ACCESS; ++i) values[i] = values[i] * scale[i] + shift[i];
+                 }};
+  };
+}
+
+// What a block adds up for each channel over all its lines: two sums for each channel, taken by the thread that moves these
+// channels, in its own part of shared memory, and written once, [block][2][channels], in a fixed order.
 template <int WIDTH>
 struct ChannelSums {
-  static_assert(Accesses<WIDTH>::PER_PIXEL <= THREADS || !VECTOR, "a thread keeps the sums of one access");
-  float first[ACCESS] = {}, second[ACCESS] = {};
+  float* shared;  // 2 ACCESS THREADS
 
-  DEVICE void write(float* partial, int channels, int first_channel, float* shared) {
-    using Threads = Accesses<WIDTH>;
-    block_barrier();
+  DEVICE void set(const float (&first)[ACCESS], const float (&second)[ACCESS]) const {
+    static_assert(Accesses<WIDTH>::PER_PIXEL <= THREADS || !VECTOR, "a thread has the sums of one access");
 #pragma unroll
     for (int i = 0; i < ACCESS; ++i) {
-      shared[(2 * i) * THREADS + thread_index()] = first[i];
+      shared[2 * i * THREADS + thread_index()] = first[i];
       shared[(2 * i + 1) * THREADS + thread_index()] = second[i];
     }
-    block_barrier();
-    if (thread_index() < Threads::PER_PIXEL) {
-      float* row = partial + block_index() * 2ll * channels + first_channel + thread_index() * ACCESS;
-      for (int i = 0; i < 2 * ACCESS; ++i) {
-        float sum = 0.f;
-        for (int group = 0; group < Threads::PIXELS; ++group)
-          sum += shared[i * THREADS + group * Threads::PER_PIXEL + thread_index()];
-        row[i % 2 * channels + i / 2] = sum;
-      }
+  }
+
+  DEVICE void add(const float (&first)[ACCESS], const float (&second)[ACCESS]) const {
+#pragma unroll
+    for (int i = 0; i < ACCESS; ++i) {
+      shared[2 * i * THREADS + thread_index()] += first[i];
+      shared[(2 * i + 1) * THREADS + thread_index()] += second[i];
     }
+  }
+
+  DEVICE void write(float* partial, int channels, int first_channel) const {
+    using Threads = Accesses<WIDTH>;
     block_barrier();
+    if (thread_index() >= Threads::PER_PIXEL) return;
+    float* row = partial + block_index() * 2ll * channels + first_channel + thread_index() * ACCESS;
+    for (int i = 0; i < 2 * ACCESS; ++i) {
+      float sum = 0.f;
+      for (int group = 0; group < Threads::PIXELS; ++group)
+        sum += shared[i * THREADS + group * Threads::PER_PIXEL + thread_index()];
+      row[i % 2 * channels + i / 2] = sum;
+    }
   }
 };

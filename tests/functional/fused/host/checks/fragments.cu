@@ -44,9 +44,9 @@ DEVICE void products(const Arguments& arguments, unsigned char* memory) {
         b[0] = load_right_transposed<T, DEPTH>(in_right_transposed);
         b[1] = load_right_transposed<T, DEPTH>([&](int step) { return in_right_transposed(step) + 8; });
       } else if (way % 5 == 2) {
-        load_right_pair<T, DEPTH>(b[0], b[1], in_right);
+        load_right(b, in_right);
       } else if (way % 5 == 3) {
-        load_right_transposed_pair<T, DEPTH>(b[0], b[1], in_right_transposed);
+        load_right_transposed(b, in_right_transposed);
       } else {
         b[0] = load_right_directly<T, DEPTH>([&](int column) { return global_right + column * LENGTH + start; });
         b[1] = load_right_directly<T, DEPTH>([&](int column) { return global_right + (column + 8) * LENGTH + start; });
