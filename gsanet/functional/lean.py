@@ -2,7 +2,7 @@
 
 What makes it lean: the position embeddings are windows of one small table and never a one-hot product; one score
 tensor (batch, x, y, head, length) exists at a time, in the backward pass too, because it is computed again there
-instead of being kept. On a CPU it is cut further, into images, so that it stays in the cache.
+instead of being kept. On a CPU it is cut into pieces that stay in the cache.
 """
 
 import math
@@ -17,7 +17,7 @@ from gsanet.functional.backends import Axis, Backend
 
 # For CPUs, measured on two cores: benchmarks/NOTES.md has the numbers.
 LARGE_IMAGE = 2**16  # elements of q from which on content attention goes image by image
-MANY_SCORES = 2**19  # scores of positional attention above which it goes some images at a time
+MANY_SCORES = 3 * 2**18  # scores of positional attention above which it goes piece by piece
 NARROW = 16  # columns below which a product is turned
 
 
@@ -85,12 +85,12 @@ class _ColumnAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(q: Tensor, v: Tensor, p: Tensor) -> Tensor:
-        images = _images_at_a_time(q)
-        if images >= q.shape[0]:
+        pieces = _pieces(q)
+        if not pieces:
             return _mix(q, v, p)
         out = torch.empty_like(v)
-        for q_part, v_part, out_part in zip(*(x.split(images) for x in (q, v, out)), strict=True):
-            out_part.copy_(_mix(q_part, v_part, p))
+        for piece in pieces:
+            out[piece] = _mix(q[piece], v[piece], p)
         return out
 
     @staticmethod
@@ -101,20 +101,19 @@ class _ColumnAttention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, v, p = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        images = _images_at_a_time(q)
-        if images >= q.shape[0]:
+        pieces = _pieces(q)
+        if not pieces:
             return _mix_backward(q, v, p, dy, needs)
-        by_image = [torch.empty_like(x) if need else None for x, need in zip((q, v), needs[:2], strict=True)]
+        by_pixel = [torch.empty_like(x) if need else None for x, need in zip((q, v), needs[:2], strict=True)]
         dp = torch.zeros_like(p) if needs[2] else None
-        for first in range(0, q.shape[0], images):
-            part = slice(first, first + images)
-            *grads, dp_part = _mix_backward(q[part], v[part], p, dy[part], needs)
-            for whole, grad in zip(by_image, grads, strict=True):
+        for piece in pieces:
+            *grads, dp_piece = _mix_backward(q[piece], v[piece], p, dy[piece], needs)
+            for whole, grad in zip(by_pixel, grads, strict=True):
                 if whole is not None:
-                    whole[part] = grad
+                    whole[piece] = grad
             if dp is not None:
-                dp += dp_part
-        return *by_image, dp
+                dp += dp_piece
+        return *by_pixel, dp
 
 
 def _mix(q: Tensor, v: Tensor, p: Tensor) -> Tensor:
@@ -145,11 +144,18 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b)
 
 
-def _images_at_a_time(q: Tensor) -> int:
-    batch, length = q.shape[:2]
-    if not _may_loop(q):
-        return batch
-    return max(1, MANY_SCORES // max(1, math.prod(q.shape[1:4]) * length))
+def _pieces(q: Tensor) -> list[tuple[slice, slice, slice]]:
+    """Parts of (batch, x, y), each of some images or of some lines of one; none where a batch stays whole."""
+    batch, length, width, heads = q.shape[:4]
+    if not _may_loop(q) or q.shape[:4].numel() * length <= MANY_SCORES:
+        return []
+    lines = max(1, MANY_SCORES // (length * length * heads))
+    images, lines = max(1, lines // width), min(lines, width)
+    return [
+        (slice(image, image + images), slice(None), slice(line, line + lines))
+        for image in range(0, batch, images)
+        for line in range(0, width, lines)
+    ]
 
 
 def _may_loop(q: Tensor) -> bool:
