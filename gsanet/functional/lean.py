@@ -16,7 +16,7 @@ from torch import Tensor
 from gsanet.functional.backends import Axis, Backend
 
 # For CPUs, measured on two cores: benchmarks/NOTES.md has the numbers.
-LARGE_IMAGE = 2**16  # elements of q from which on content attention goes image by image
+LARGE_IMAGE = 2**17  # elements of q from which on content attention goes image by image
 MANY_SCORES = 3 * 2**18  # scores of positional attention above which it goes piece by piece
 NARROW = 16  # columns below which a product is turned
 

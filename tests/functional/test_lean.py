@@ -131,15 +131,15 @@ def test_scores_of_a_large_map_are_never_whole():
 
 def test_large_map_is_the_same_eager_compiled_and_exported_for_any_batch():
     torch._dynamo.reset()
-    module = GlobalSelfAttention(64, feat_size=32).eval()
-    assert lean.LARGE_IMAGE <= 32 * 32 * 64
+    module = GlobalSelfAttention(64, feat_size=48).eval()
+    assert lean.LARGE_IMAGE <= 48 * 48 * 64
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
     batch = torch.export.Dim("batch", min=1, max=64)
-    exported = torch.export.export(module, (torch.randn(2, 64, 32, 32),), dynamic_shapes={"x": {0: batch}}).module()
+    exported = torch.export.export(module, (torch.randn(2, 64, 48, 48),), dynamic_shapes={"x": {0: batch}}).module()
     with torch.no_grad():
-        compiled(torch.randn(2, 64, 32, 32))
+        compiled(torch.randn(2, 64, 48, 48))
         for size in (3, 5):
-            x = torch.randn(size, 64, 32, 32)
+            x = torch.randn(size, 64, 48, 48)
             expected = module(x)
             with torch._dynamo.config.patch(error_on_recompile=True):
                 assert_close(compiled(x), expected, rtol=1e-4, atol=1e-5)
