@@ -100,6 +100,7 @@ def _explain_whole(*arguments: Any, **settings: Any) -> str:
         return f"{next(name for name, backend in BACKENDS.items() if backend.attention_map is whole)}: in one call"
     names = [_preferred] if _preferred else [name for name, backend in BACKENDS.items() if backend.attention_map]
     reasons = [
-        f"{name} refuses: {BACKENDS[name].refuses('global_self_attention_map', *arguments, **settings)}" for name in names
+        f"{name} refuses: {BACKENDS[name].refuses('global_self_attention_map', *arguments, **settings)}"
+        for name in names
     ]
     return f"layer by layer: {'; '.join(reasons)}"

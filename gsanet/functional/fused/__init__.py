@@ -1,7 +1,7 @@
 """The backend `fused`: attention in CUDA C++ kernels, compiled for the shape at hand when it is first met.
 
-Nothing of the size of the scores is ever stored. `ops` holds the operators, `calls` one function for each kernel, `plan`
-how shapes are cut into blocks, `compiler` the way from source to launch, `kernels` the source.
+Nothing of the size of the scores is ever stored. `ops` holds the operators, `calls` one function for each kernel,
+`plan` how shapes are cut into blocks, `compiler` the way from source to launch, `kernels` the source.
 """
 
 import torch
@@ -45,7 +45,9 @@ def attention_map(
     norm_weight, norm_bias = (None if tensor is None else tensor.float() for tensor in (norm.weight, norm.bias))
     from_batch = norm.training or norm.running_mean is None
     applied = None if from_batch else _applied(norm, norm_weight, norm_bias)
-    centre = x.new_zeros(norm.num_features, dtype=torch.float32) if norm.running_mean is None else norm.running_mean.float()
+    centre = (
+        x.new_zeros(norm.num_features, dtype=torch.float32) if norm.running_mean is None else norm.running_mean.float()
+    )
     # A copy: the running mean changes before the backward pass.
     out, _, used, *_ = ops.attention_map(
         x, weight, rel_column, rel_row, norm_weight, norm_bias, centre.clone(), applied,
@@ -58,7 +60,8 @@ def attention_map(
 
 def _applied(norm: nn.BatchNorm2d, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """What a batch norm with running statistics applies: scale, shift, mean, 1 / standard deviation, variance."""
-    assert norm.running_mean is not None and norm.running_var is not None
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
     mean, variance = norm.running_mean.float(), norm.running_var.float()
     inverse = torch.rsqrt(variance + norm.eps)
     scale = inverse if weight is None else inverse * weight.detach()
@@ -69,7 +72,9 @@ def _applied(norm: nn.BatchNorm2d, weight: Tensor | None, bias: Tensor | None) -
 @torch.no_grad()
 def _update(norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor, count: int) -> None:
     """The running statistics, as the module itself keeps them."""
-    assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert norm.num_batches_tracked is not None
     norm.num_batches_tracked.add_(1)
     if norm.momentum is None:
         share: Tensor | float = 1.0 / norm.num_batches_tracked.float()
@@ -130,9 +135,8 @@ def _refuses_map(
         return f"its kernel of the whole module takes heads of a multiple of 8 channels, not {dim_key // num_heads}"
     if x.shape[0] == 0 or x.shape[0] * height * width < 2:
         return "there is nothing to normalise"
-    for axis in ("column", "row"):
-        if not ops.fits(x, (height, width, num_heads, dim_key // num_heads, dim_value // num_heads), axis, backward=True):
-            return f"a line of a map of {height} x {width} pixels does not fit into the registers of its gradient's kernel"
+    if not ops.fits_module(x, (height, width, num_heads, dim_key // num_heads, dim_value // num_heads), stride):
+        return f"a line of a map of {height} x {width} pixels does not fit into shared memory or registers"
     return None
 
 

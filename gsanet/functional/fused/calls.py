@@ -265,7 +265,7 @@ def attend_gradient(
 
 
 class ContextVectors(NamedTuple):
-    """Context vectors, (batch, head, k, v) with both widths padded, the same turned, and the softmax of the keys."""
+    """Context vectors, (batch, head, ...) packed as products read them, the same turned, and the keys' softmax."""
 
     context: Tensor
     turned: Tensor
@@ -279,11 +279,24 @@ def empty_context(q: Tensor, v: Tensor) -> ContextVectors:
     key, value = shape.padded(shape.key), shape.padded(shape.value)
     batch, heads = q.shape[0], q.shape[3]
     return ContextVectors(
-        q.new_empty(batch, heads, key, value),
-        q.new_empty(batch, heads, value, key),
+        q.new_empty(batch, heads, key * value),
+        q.new_empty(batch, heads, key * value),
         q.new_empty(batch, heads, shape.key, dtype=torch.float32),
         q.new_empty(batch, heads, shape.key, dtype=torch.float32),
     )
+
+
+def unpacked(context: Tensor, key: int, value: int) -> Tensor:
+    """Context vectors or their gradient, not turned, as (batch, head, k, v): see `kernels/fragments.cuh`."""
+    shape = Shape(context.dtype, 1, key, value, vector=True)
+    keys, values = shape.padded(key), shape.padded(value)
+    depth = 16 if shape.size == 2 and values % 16 == 0 else 8
+    if shape.size == 4:
+        parts = context.view(*context.shape[:2], keys // 8, values // 8, 8, 4, 2).permute(0, 1, 2, 4, 3, 6, 5)
+    else:
+        parts = context.view(*context.shape[:2], keys // 8, values // depth, 8, 4, depth // 8, 2)
+        parts = parts.permute(0, 1, 2, 4, 3, 6, 5, 7)
+    return parts.reshape(*context.shape[:2], keys, values)[..., :key, :value]
 
 
 def context_vectors(k: Tensor, v: Tensor) -> ContextVectors:
@@ -296,7 +309,9 @@ def context_vectors(k: Tensor, v: Tensor) -> ContextVectors:
     return result
 
 
-def context_gradient(q: Tensor, d_out: Tensor, vectors: ContextVectors, pool: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def context_gradient(
+    q: Tensor, d_out: Tensor, vectors: ContextVectors, pool: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the context vectors divided by the softmax's sums, turned too, and what the softmax subtracts."""
     gradient, turned = torch.empty_like(vectors.context), torch.empty_like(vectors.turned)
     offset = torch.empty_like(vectors.key_max)

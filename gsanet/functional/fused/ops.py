@@ -57,8 +57,8 @@ def _positional_gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         return *positional_attention_gradient(q, v, rel, d_out, ctx.axis), None
     if ctx.axis == "column":
         return *_long_line_gradient(q, v, rel, d_out), None
-    *d_maps, d_rel = _long_line_gradient(*(x.transpose(1, 2) for x in (q, v)), rel, d_out.transpose(1, 2))
-    return *(x.transpose(1, 2) for x in d_maps), d_rel, None
+    d_q, d_v, d_rel = _long_line_gradient(q.transpose(1, 2), v.transpose(1, 2), rel, d_out.transpose(1, 2))
+    return d_q.transpose(1, 2), d_v.transpose(1, 2), d_rel, None
 
 
 positional_attention.register_autograd(_positional_gradient, setup_context=_save_positional)
@@ -84,26 +84,46 @@ def _long_line_gradient(q: Tensor, v: Tensor, rel: Tensor, d_out: Tensor) -> tup
 
 
 def fits(like: Tensor, shape: tuple[int, int, int, int, int], axis: str, backward: bool) -> bool:
-    """Whether a kernel takes lines of this shape.
+    """Whether the kernel of positional attention, or of its gradient, takes lines of this shape.
 
     Args:
         like: A tensor of the dtype and device in question.
         shape: (height, width, heads, k, v).
         axis: The axis.
-        backward: The gradient's kernel, with all that the whole module needs besides.
+        backward: The gradient's kernel.
     """
-    return _fits(like.dtype, like.device.index or 0, *shape, axis, backward)
+    return _fits(like.dtype, like.device.index or 0, *shape, axis, backward, "")
+
+
+def fits_module(like: Tensor, shape: tuple[int, int, int, int, int], stride: int) -> bool:
+    """Whether the kernels of a whole module do, with all that they take on besides."""
+    pool = " pool" if stride == 2 else ""
+    kernels = (
+        ("column", True, "content_keys"),
+        ("row", True, f"statistics{pool}"),
+        ("column", False, ""),
+        ("row", False, pool),
+    )
+    return all(_fits(like.dtype, like.device.index or 0, *shape, *kernel) for kernel in kernels)
 
 
 @torch.compiler.assume_constant_result
 def _fits(
-    dtype: torch.dtype, index: int, height: int, width: int, heads: int, key: int, value: int, axis: str, backward: bool
+    dtype: torch.dtype,
+    index: int,
+    height: int,
+    width: int,
+    heads: int,
+    key: int,
+    value: int,
+    axis: str,
+    backward: bool,
+    features: str,
 ) -> bool:
     shape = Shape(dtype, heads, key, value, vector=False)
-    features = {"content_keys": True} if backward else {}
     length = height if axis == "column" else width
     machine = calls.machine(torch.device("cuda", index))
-    return plan_line(machine, shape, length, 1, backward=backward, **features) is not None
+    return plan_line(machine, shape, length, 1, backward=backward, **dict.fromkeys(features.split(), True)) is not None
 
 
 @torch.library.custom_op("gsanet::content_attention", mutates_args=())
@@ -114,8 +134,7 @@ def content_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     k, v = (_rows_in_order(calls.side_by_side(tensor)) for tensor in (k, v))
     vectors = calls.context_vectors(k, v)
     out = _like_map(v)
-    context = vectors.context[..., : q.shape[4], : v.shape[4]]
-    torch.matmul(_by_head(q), context, out=_by_head(out))
+    torch.matmul(_by_head(q), calls.unpacked(vectors.context, q.shape[4], v.shape[4]), out=_by_head(out))
     return out, *vectors
 
 
@@ -126,7 +145,14 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, 
 
 @torch.library.custom_op("gsanet::content_attention_gradient", mutates_args=())
 def content_attention_gradient(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, context: Tensor, turned: Tensor, key_max: Tensor, key_inverse: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    context: Tensor,
+    turned: Tensor,
+    key_max: Tensor,
+    key_inverse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     d_q, d_k, d_v = _like_map(q), _like_map(k), _like_map(v)
@@ -135,19 +161,27 @@ def content_attention_gradient(
     key, value = q.shape[4], v.shape[4]
     q, d_out = (_rows_in_order(calls.side_by_side(tensor)) for tensor in (q, d_out))
     vectors = calls.ContextVectors(context, turned, key_max, key_inverse)
-    gradient, gradient_turned, offset = calls.context_gradient(q, d_out, vectors)
-    torch.matmul(_by_head(d_out), turned[..., :value, :key], out=_by_head(d_q))
+    packed, _, offset = calls.context_gradient(q, d_out, vectors)
+    gradient = calls.unpacked(packed, key, value)
+    torch.matmul(_by_head(d_out), calls.unpacked(context, key, value).mT, out=_by_head(d_q))
     weights = (k.flatten(1, 2) - key_max[:, None]).exp_().to(k.dtype)  # b, xy, n, k
     weights_by_head = weights.transpose(1, 2)
-    torch.matmul(weights_by_head, gradient[..., :key, :value], out=_by_head(d_v))
-    slope = torch.matmul(_by_head(v), gradient_turned[..., :value, :key])  # b, n, xy, k
+    torch.matmul(weights_by_head, gradient, out=_by_head(d_v))
+    slope = torch.matmul(_by_head(v), gradient.mT)  # b, n, xy, k
     _by_head(d_k).copy_(weights_by_head * (slope - offset[:, :, None]))
     return d_q, d_k, d_v
 
 
 @content_attention_gradient.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, context: Tensor, turned: Tensor, key_max: Tensor, key_inverse: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    context: Tensor,
+    turned: Tensor,
+    key_max: Tensor,
+    key_inverse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like_map(q), _like_map(k), _like_map(v)
 
@@ -165,8 +199,7 @@ def _content_gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor, ...]
 content_attention.register_autograd(_content_gradient, setup_context=_save_content)
 
 
-@torch.library.custom_op("gsanet::attention_map", mutates_args=())
-def attention_map(
+def _attention_map(
     x: Tensor,
     weight: Tensor,
     rel_column: Tensor,
@@ -202,28 +235,6 @@ def attention_map(
     Returns:
         The output, the output of the column layer, `applied`, and the four tensors of the context vectors.
     """
-    _compile_ahead(x.device, x.dtype, tuple(x.shape), weight.shape[0], heads, dim_key, content, stride, applied is None)
-    return _attention_map(
-        x, weight, rel_column, rel_row, norm_weight, norm_bias, centre, applied,
-        heads, dim_key, content, stride, epsilon,
-    )  # fmt: skip
-
-
-def _attention_map(
-    x: Tensor,
-    weight: Tensor,
-    rel_column: Tensor,
-    rel_row: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    centre: Tensor,
-    applied: Tensor | None,
-    heads: int,
-    dim_key: int,
-    content: bool,
-    stride: int,
-    epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v = _project(x, weight, heads, dim_key, content)
     vectors = calls.context_vectors(k, v) if k is not None else _no_context(x)
     column, statistics = calls.attend(q, v, rel_column, "column", centre=centre if applied is None else None)
@@ -238,22 +249,23 @@ def _attention_map(
     return _to_feature_map(out), column, applied, *vectors
 
 
+def _prepared_attention_map(*arguments: Any) -> tuple[Tensor, ...]:
+    x, weight, *_, applied, heads, dim_key, content, stride, _ = arguments
+    _compile_ahead(x.device, x.dtype, tuple(x.shape), weight.shape[0], heads, dim_key, content, stride, applied is None)
+    return _attention_map(*arguments)
+
+
+attention_map = torch.library.custom_op(
+    "gsanet::attention_map",
+    _prepared_attention_map,
+    mutates_args=(),
+    schema=torch.library.infer_schema(_attention_map, mutates_args=()),
+)
+
+
 @attention_map.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    rel_column: Tensor,
-    rel_row: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    centre: Tensor,
-    applied: Tensor | None,
-    heads: int,
-    dim_key: int,
-    content: bool,
-    stride: int,
-    epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    heads, dim_key, content, stride, _ = others[-5:]
     batch, _, height, width = x.shape
     dim_out = weight.shape[0] - dim_key * (2 if content else 1)
     q = x.new_empty(batch, height, width, heads, dim_key // heads)
@@ -261,35 +273,6 @@ def _(
     out = x.new_empty(batch, height // stride, width // stride, heads, dim_out // heads)
     vectors = calls.empty_context(q, v) if content else _no_context(x)
     return _to_feature_map(out), v, x.new_empty(5, dim_out, dtype=torch.float32), *vectors
-
-
-@torch.library.custom_op("gsanet::attention_map_gradient", mutates_args=())
-def attention_map_gradient(
-    d_out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    rel_column: Tensor,
-    rel_row: Tensor,
-    column: Tensor,
-    applied: Tensor,
-    context: Tensor,
-    turned: Tensor,
-    key_max: Tensor,
-    key_inverse: Tensor,
-    heads: int,
-    dim_key: int,
-    content: bool,
-    stride: int,
-    fixed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, rel_column, rel_row, and (2, channels) those of the batch norm's weight and bias.
-
-    q, k and v are projected again rather than kept: three maps less in memory for a product of small depth.
-    """
-    return _attention_map_gradient(
-        d_out, x, weight, rel_column, rel_row, column, applied, context, turned, key_max, key_inverse,
-        heads, dim_key, content, stride, fixed,
-    )  # fmt: skip
 
 
 def _attention_map_gradient(
@@ -310,6 +293,11 @@ def _attention_map_gradient(
     stride: int,
     fixed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, weight, rel_column, rel_row, and (2, channels) those of the batch norm's weight and bias.
+
+    q, k and v are projected again rather than kept: three maps less in memory for a product of small depth. `fixed`:
+    the batch norm's statistics were given.
+    """
     q, k, v = _project(x, weight, heads, dim_key, content)
     batch, height, width = q.shape[:3]
     d_projected = q.new_empty(batch, height, width, weight.shape[0])
@@ -338,25 +326,16 @@ def _attention_map_gradient(
     return d_x, d_weight, columns.d_rel.to(rel_column.dtype), row.d_rel.to(rel_row.dtype), coefficients[3:5].clone()
 
 
+attention_map_gradient = torch.library.custom_op(
+    "gsanet::attention_map_gradient", _attention_map_gradient, mutates_args=()
+)
+
+
 @attention_map_gradient.register_fake
 def _(
-    d_out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    rel_column: Tensor,
-    rel_row: Tensor,
-    column: Tensor,
-    applied: Tensor,
-    context: Tensor,
-    turned: Tensor,
-    key_max: Tensor,
-    key_inverse: Tensor,
-    heads: int,
-    dim_key: int,
-    content: bool,
-    stride: int,
-    fixed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    d_out: Tensor, x: Tensor, weight: Tensor, rel_column: Tensor, rel_row: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    applied = others[1]
     batch, channels, height, width = x.shape
     d_x = x.new_empty(batch, height, width, channels).permute(0, 3, 1, 2)
     tables = (table.new_empty(table.shape) for table in (weight, rel_column, rel_row))
@@ -375,22 +354,24 @@ def _compile_ahead(
     stride: int,
     training: bool,
 ) -> None:
-    """Compile all kernels of a module at once when it is first met, those of its gradient too if it is being trained."""
+    """Compile all kernels of a module at once when it is first met, those of its gradient too if it is trained."""
     if device.type != "cuda":
         return
     x = torch.empty(size, dtype=dtype, device="meta").to(memory_format=torch.channels_last)
     weight = x.new_empty(rows, size[1])
-    tables = [x.new_empty(2 * length - 1, dim_key // heads) for length in size[2:]]
-    channels = rows - dim_key * (2 if content else 1)
-    norm = x.new_empty(5, channels, dtype=torch.float32)
-    settings = heads, dim_key, content, stride
+    column, row = (x.new_empty(2 * length - 1, dim_key // heads) for length in size[2:])
+    norm = x.new_empty(5, rows - dim_key * (2 if content else 1), dtype=torch.float32)
+    known = None if training else norm
 
     def run() -> None:
-        out, *kept = _attention_map(
-            x, weight, *tables, norm[0], norm[1], norm[2], None if training else norm, *settings, 0.0
+        out, column_out, applied, *vectors = _attention_map(
+            x, weight, column, row, norm[0], norm[1], norm[2], known, heads, dim_key, content, stride, 0.0
         )
         if training:
-            _attention_map_gradient(torch.empty_like(out), x, weight, *tables, *kept, *settings, False)
+            d_out = torch.empty_like(out)
+            saved = (column_out, applied, *vectors)
+            gradient: Any = _attention_map_gradient
+            gradient(d_out, x, weight, column, row, *saved, heads, dim_key, content, stride, False)
 
     calls.compile_ahead(device, run)
 
@@ -418,7 +399,9 @@ def _pixels(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
 
 
-def _project(x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+def _project(
+    x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
     projected = (_pixels(x) @ weight.T).view(x.shape[0], x.shape[2], x.shape[3], -1)
     return _split(projected, heads, dim_key, content)
 
@@ -432,7 +415,9 @@ def _split(projected: Tensor, heads: int, dim_key: int, content: bool) -> tuple[
 
 
 def _no_context(x: Tensor) -> calls.ContextVectors:
-    return calls.ContextVectors(*(x.new_empty(0) for _ in range(2)), *(x.new_empty(0, dtype=torch.float32) for _ in range(2)))
+    return calls.ContextVectors(
+        *(x.new_empty(0) for _ in range(2)), *(x.new_empty(0, dtype=torch.float32) for _ in range(2))
+    )
 
 
 def _to_feature_map(x: Tensor) -> Tensor:

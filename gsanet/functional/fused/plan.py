@@ -107,7 +107,10 @@ def plan_line(
             continue
         # A block takes a kilobyte more than it asks for.
         fitting = machine.shared_memory_in_all // (shared + 8 * sums + 1024)
-        chosen = _backward_warps(shape, length, heads * lines_at_once, fitting) if backward else _forward_warps(shape, fitting)
+        if backward:
+            chosen = _backward_warps(shape, length, heads * lines_at_once, fitting, features.get("content_keys", False))
+        else:
+            chosen = _forward_warps(shape, fitting)
         if chosen is None:
             return None
         warps, blocks = chosen
@@ -146,11 +149,11 @@ def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bo
     attended = min(length, BAND)
     columns = _round_up(attended, 16 if shape.size == 2 and attended > 8 else 8)
     scores = 16 * shape.odd_stride(16 * shape.odd_stride(columns)) + 16
-    table = (length - 1 + _round_up(length, BAND if BAND < length else 16)) * shape.odd_stride(query)
+    table = (length - 1 + _round_up(length, BAND if length > BAND else 16)) * shape.odd_stride(query)
     if backward:
         queries = shape.tile(query, heads, lines, length)
         values = shape.tile(value, heads, lines, length)
-        scalars = queries + 2 * values + max(scores, queries if content_keys else 0) + table
+        scalars = queries + 2 * values + (queries if content_keys else 0) + scores + table
         floats = _round_up((2 * length - 1) * shape.key, 4)  # of the table's gradient, at the end
     else:
         scalars = shape.tile(max(query, value), heads, lines, length) + shape.tile(value, heads, lines, length)
@@ -165,12 +168,15 @@ def _forward_warps(shape: Shape, fitting: int) -> tuple[int, int]:
     return 8, max(1, min(fitting, 2 if max(shape.padded(shape.key), shape.padded(shape.value)) >= 32 else 3))
 
 
-def _backward_warps(shape: Shape, length: int, pairs: int, fitting: int) -> tuple[int, int] | None:
-    """The same for the gradient, whose sums stay in registers; None if there are too many."""
+def _backward_warps(shape: Shape, length: int, pairs: int, fitting: int, content_keys: bool) -> tuple[int, int] | None:
+    """The same for the gradient, whose sums stay in registers; None if there are too many.
+
+    The limits are those under which little is spilled; where one block fits, 16 warps are faster than 8 if it is so.
+    """
     eights, tiles = -(-length // 8), _round_up(length, 16) // 16
     table = (2 * eights - 1) * shape.padded(shape.key) // 8 * 2
     values = tiles * shape.padded(shape.value) // 8 * 4
-    for warps, blocks, registers in ((8, 2, 70), (16, 1, 96), (8, 1, 190)):
+    for warps, blocks, registers in ((8, 2, 70), (16, 1, 82 if content_keys else 96), (8, 1, 190)):
         if blocks <= fitting and table + values * -(-pairs // warps) <= registers:
             return warps, blocks
     return None
@@ -184,27 +190,28 @@ def plan_context(shape: Shape, pixels: int, images: int, *, softmax: bool, pool:
     most = 16384 // max(64, heads * widest)
     pieces = 1 if pixels <= most else -(-2 * pixels // most)  # small ones leave room for several blocks
     length = -(-pixels // pieces)
+    warps = 8
     tiles = sum(shape.tile(shape.padded(width), heads, 1, length) for width in (shape.key, shape.value))
-    shared = (tiles + 16) * shape.size + 4 * (128 * 16 // shape.size + heads * shape.key)
-    constants: dict[str, int | str] = dict(
-        SCALAR=SCALARS[shape.dtype],
-        LENGTH=length,
-        KEY=shape.key,
-        VALUE=shape.value,
-        HEADS=heads,
-        LINES=1,
-        WARPS=4,
-        BLOCKS=4,
-        VECTOR=shape.vector,
-        SOFTMAX=softmax,
-        POOL=pool,
-        WHOLE=pieces == 1,
-    )
+    shared = (tiles + 16) * shape.size + 4 * (32 * warps * 16 // shape.size + heads * shape.key)
+    constants: dict[str, int | str] = {
+        "SCALAR": SCALARS[shape.dtype],
+        "LENGTH": length,
+        "KEY": shape.key,
+        "VALUE": shape.value,
+        "HEADS": heads,
+        "LINES": 1,
+        "WARPS": warps,
+        "BLOCKS": 3 if widest <= 16 else 2,
+        "VECTOR": shape.vector,
+        "SOFTMAX": softmax,
+        "POOL": pool,
+        "WHOLE": pieces == 1,
+    }
     partial = specialise("context.cu", "context_partial", **constants)
-    launches = [Launch(partial, (images * pieces, shape.heads // heads), 128, _round_up(shared, 16))]
+    launches = [Launch(partial, (images * pieces, shape.heads // heads), 32 * warps, _round_up(shared, 16))]
     if pieces > 1:
         combine = specialise("context.cu", "context_combine" if softmax else "context_gradient", **constants)
-        launches.append(Launch(combine, (images * shape.heads, 1), 128, 0))
+        launches.append(Launch(combine, (images * shape.heads, 1), 32 * warps, 0))
     return tuple(launches)
 
 

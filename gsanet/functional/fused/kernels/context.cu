@@ -14,9 +14,9 @@ struct Arguments {
   float* partial;        // (image, piece, head, KEY, VALUE)
   float* maxima;         // (image, piece, heads KEY)
   float* sums;           // (image, piece, heads KEY)
-  T* context;            // (image, head, QUERY_WIDTH, VALUE_WIDTH): context vectors; in `context_gradient` an input
-  T* turned;             // (image, head, VALUE_WIDTH, QUERY_WIDTH): the same transposed
-  T* gradient;           // their gradient divided by the softmax's sums, and the same transposed
+  T* context;            // (image, head): context vectors, packed with keys as columns; in the gradient's case an input
+  T* turned;             // the same packed with values as columns
+  T* gradient;           // their gradient divided by the softmax's sums, in both ways
   T* gradient_turned;
   float* key_max;        // (image, heads KEY): of the softmax
   float* key_inverse;    // (image, heads KEY): 1 / sum of the softmax
@@ -28,6 +28,17 @@ struct Arguments {
 };
 
 // Shared memory, in scalars, then floats for the reductions.
+// Where element (key, value) of the context vectors is, packed with keys or with values as columns.
+DEVICE int by_key(int key, int value) {
+  constexpr int DEPTH = depth_of<T>(VALUE_WIDTH);
+  return packed_index<T, DEPTH>(key, value, VALUE_WIDTH / DEPTH);
+}
+
+DEVICE int by_value(int key, int value) {
+  constexpr int DEPTH = depth_of<T>(QUERY_WIDTH);
+  return packed_index<T, DEPTH>(value, key, QUERY_WIDTH / DEPTH);
+}
+
 constexpr int RIGHT_TILE = LeftTile::SIZE;
 constexpr int REDUCTION = RIGHT_TILE + RightTile::SIZE + 16;
 
@@ -80,9 +91,9 @@ DEVICE void finish_head(const Arguments& arguments, long long image_head, int ke
         const int v = tile * 8 + column + i;
         const float result = exists ? sums[tile][half * 2 + i] * inverse : 0.f;
         if (k >= QUERY_WIDTH) continue;
-        if (!SOFTMAX && exists) offset += result * to_float(arguments.context[start + k * VALUE_WIDTH + v]);
-        straight[k * VALUE_WIDTH + v] = to_scalar<T>(result);
-        turned[v * QUERY_WIDTH + k] = to_scalar<T>(result);
+        if (!SOFTMAX && exists) offset += result * to_float(arguments.context[start + by_key(k, v)]);
+        straight[by_key(k, v)] = to_scalar<T>(result);
+        turned[by_value(k, v)] = to_scalar<T>(result);
       }
     if constexpr (SOFTMAX) {
       if (exists && column == 0) arguments.key_inverse[image_head * KEY + k] = inverse;
@@ -234,8 +245,8 @@ KERNEL(THREADS, BLOCKS) context_combine(const Arguments arguments) {
       }
     }
     const long long start = static_cast<long long>(block_index()) * QUERY_WIDTH * VALUE_WIDTH;
-    arguments.context[start + i] = to_scalar<T>(result);
-    arguments.turned[start + value * QUERY_WIDTH + key] = to_scalar<T>(result);
+    arguments.context[start + by_key(key, value)] = to_scalar<T>(result);
+    arguments.turned[start + by_value(key, value)] = to_scalar<T>(result);
   }
 }
 
@@ -255,10 +266,10 @@ KERNEL(THREADS, BLOCKS) context_gradient(const Arguments arguments) {
           result += arguments.partial[(((static_cast<long long>(image) * arguments.pieces + piece) * arguments.heads + head) * KEY +
                                        key) * VALUE + value];
         result *= inverse;
-        offset += result * to_float(arguments.context[start + key * VALUE_WIDTH + value]);
+        offset += result * to_float(arguments.context[start + by_key(key, value)]);
       }
-      arguments.gradient[start + key * VALUE_WIDTH + value] = to_scalar<T>(result);
-      arguments.gradient_turned[start + value * QUERY_WIDTH + key] = to_scalar<T>(result);
+      arguments.gradient[start + by_key(key, value)] = to_scalar<T>(result);
+      arguments.gradient_turned[start + by_value(key, value)] = to_scalar<T>(result);
     }
     warp_barrier();
 #pragma unroll

@@ -27,7 +27,7 @@ struct Left {  // 16 rows
 };
 
 template <class T, int DEPTH>
-struct Right {  // 8 columns
+struct alignas(IS_FLOAT<T> || DEPTH == 16 ? 8 : 4) Right {  // 8 columns
   Word words[IS_FLOAT<T> ? 2 : DEPTH / 8];
 };
 
@@ -157,19 +157,21 @@ DEVICE void load_right_transposed_long(Right<T, DEPTH> (&right)[COUNT], Row row)
   }
 }
 
-// As load_right, from any memory, not only shared.
-template <class T, int DEPTH, class Row>
-DEVICE Right<T, DEPTH> load_right_directly(Row row) {
-  if constexpr (IS_FLOAT<T>) {
-    return load_right<T, DEPTH>(row);
-  } else {
-    Right<T, DEPTH> right;
-    const int lane = lane_index();
-    const Word* words = reinterpret_cast<const Word*>(row(lane / 4));
-#pragma unroll
-    for (int i = 0; i < DEPTH / 8; ++i) right.words[i] = words[lane % 4 + 4 * i];
-    return right;
-  }
+// A matrix in global memory as its fragments follow each other, 8 columns by DEPTH after the other, so that each is read by
+// neighbouring lanes from neighbouring addresses. `packed_index` says where element (depth, column) is, of `steps` DEPTHs.
+template <class T, int DEPTH>
+DEVICE int packed_index(int column, int depth, int steps) {
+  const int fragment = column / 8 * steps + depth / DEPTH, inner = depth % DEPTH;
+  if constexpr (IS_FLOAT<T>)
+    return (fragment * 32 + column % 8 * 4 + inner % 4) * 2 + inner / 4;
+  else
+    return (fragment * 32 + column % 8 * 4 + inner % 8 / 2) * (DEPTH / 4) + inner / 8 * 2 + inner % 2;
+}
+
+// Fragment number `fragment` of a packed matrix.
+template <class T, int DEPTH>
+DEVICE Right<T, DEPTH> load_right_packed(const T* matrix, int fragment) {
+  return reinterpret_cast<const Right<T, DEPTH>*>(matrix)[fragment * 32 + lane_index()];
 }
 
 template <class T, int DEPTH>

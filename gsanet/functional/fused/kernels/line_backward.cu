@@ -28,9 +28,9 @@ struct Arguments {
   const T* rel;              // (2 LENGTH - 1, KEY)
   float* d_rel;              // (block, 2 LENGTH - 1, KEY)
   const float* norm;         // NORM_VALUES: (2, channels), scale and shift. NORM_GRADIENT: (3, channels), a, b and c
-  const T* context;          // CONTENT_QUERIES: (image, head, QUERY_WIDTH, VALUE_WIDTH), the context vectors
+  const T* context;          // (image, head), packed with keys as columns. CONTENT_QUERIES: the context vectors;
                              // CONTENT_KEYS: their gradient, divided by the softmax's sums
-  const T* context_turned;   // CONTENT_KEYS: the same as (image, head, VALUE_WIDTH, QUERY_WIDTH)
+  const T* context_turned;   // CONTENT_KEYS: the same packed with values as columns
   const float* key_max;      // CONTENT_KEYS: (image, heads KEY), of the softmax
   const float* key_offset;   // CONTENT_KEYS: (image, heads KEY), what the softmax's gradient subtracts
   const float* moments;      // STATISTICS: (2, channels), mean and 1 / standard deviation of the values before the norm
@@ -40,19 +40,20 @@ struct Arguments {
   int heads;
 };
 
-constexpr int larger(int a, int b) { return a > b ? a : b; }
-
-// Shared memory, in scalars. When the scores are done the keys take their place.
+// Shared memory, in scalars.
 constexpr int VALUE_TILE = QueryTile::SIZE;
 constexpr int GRADIENT_TILE = VALUE_TILE + ValueTile::SIZE;
-constexpr int SCORES = GRADIENT_TILE + ValueTile::SIZE;
-constexpr int TABLE = SCORES + larger(SCORES_SIZE, CONTENT_KEYS ? QueryTile::SIZE : 0);
+constexpr int KEY_TILE = GRADIENT_TILE + ValueTile::SIZE;
+constexpr int SCORES = KEY_TILE + (CONTENT_KEYS ? QueryTile::SIZE : 0);
+constexpr int TABLE = SCORES + SCORES_SIZE;
 
 constexpr int OWN_PAIRS = (PAIRS + WARPS - 1) / WARPS;
 constexpr int LINE_TILES = TILE_ROWS / 16;
 constexpr int VALUE_TILES = VALUE_WIDTH / 8, QUERY_TILES = QUERY_WIDTH / 8;
 constexpr int X_DEPTH = depth_of<T>(16);  // depth of products over 16 attending pixels or 16 pairs
-constexpr bool WINDOWS_IN_REGISTERS = WINDOW_REGISTERS <= 0;
+// Where that leaves no fewer than about 70 for the rest.
+constexpr bool WINDOWS_IN_REGISTERS =
+    WINDOW_REGISTERS + 2 * TABLE_EIGHTS * QUERY_TILES + 4 * OWN_PAIRS * LINE_TILES * VALUE_TILES <= 56;
 
 using ValueSums = float[LINE_TILES][VALUE_TILES][4];
 using TableSums = float[TABLE_EIGHTS + 1][QUERY_TILES][2];  // the last one takes what lies past the line
@@ -181,17 +182,17 @@ DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_
     differentiate_pixels<X0 + 16>(d_values, d_table, queries, values, gradient, scores, table, windows);
 }
 
+constexpr int VALUE_DEPTH = depth_of<T>(VALUE_WIDTH), VALUE_STEPS = VALUE_WIDTH / VALUE_DEPTH;
+
 // dQ += dY C^T, for all pixels of a pair, in the tile of dQ.
 DEVICE void add_content_to_queries(QueryTile queries, ValueTile gradient, int pair, const T* context) {
-  constexpr int DEPTH = depth_of<T>(VALUE_WIDTH);
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
 #pragma unroll
   for (int tile = 0; tile < QUERY_TILES; ++tile) {
-    Right<T, DEPTH> right[VALUE_WIDTH / DEPTH];
+    Right<T, VALUE_DEPTH> right[VALUE_STEPS];
 #pragma unroll
-    for (int step = 0; step < VALUE_WIDTH / DEPTH; ++step)
-      right[step] = load_right_directly<T, DEPTH>(
-          [&](int channel) { return context + (tile * 8 + channel) * VALUE_WIDTH + step * DEPTH; });
+    for (int step = 0; step < VALUE_STEPS; ++step)
+      right[step] = load_right_packed<T, VALUE_DEPTH>(context, tile * VALUE_STEPS + step);
 #pragma unroll
     for (int i = 0; i < LINE_TILES; ++i) {
       T* upper = queries.of_pair(pair, i * 16 + row) + tile * 8 + column;
@@ -200,8 +201,9 @@ DEVICE void add_content_to_queries(QueryTile queries, ValueTile gradient, int pa
       load_two(upper, sums[0], sums[1]);
       load_two(lower, sums[2], sums[3]);
 #pragma unroll
-      for (int step = 0; step < VALUE_WIDTH / DEPTH; ++step)
-        multiply(sums, load_left<T, DEPTH>([&](int pixel) { return gradient.of_pair(pair, i * 16 + pixel) + step * DEPTH; }),
+      for (int step = 0; step < VALUE_STEPS; ++step)
+        multiply(sums,
+                 load_left<T, VALUE_DEPTH>([&](int pixel) { return gradient.of_pair(pair, i * 16 + pixel) + step * VALUE_DEPTH; }),
                  right[step]);
       // Rows past the line are padding, which stays zero: so is the gradient there.
       store_two(upper, sums[0], sums[1]);
@@ -210,50 +212,72 @@ DEVICE void add_content_to_queries(QueryTile queries, ValueTile gradient, int pa
   }
 }
 
-// dV += E dC' and dK = E (V dC'^T - offset), with E = exp(K - max) and dC' = dC / sum; dK takes E's place.
-DEVICE void differentiate_content(ValueSums& d_values, QueryTile keys, ValueTile values, int pair, const T* context,
-                                  const T* context_turned, const float* offset) {
-  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
-  {
-    constexpr int DEPTH = depth_of<T>(QUERY_WIDTH);
+// exp(K - max) of a channel; zero in the padding.
+DEVICE float weight_of(float key, const float* largest, int channel) {
+  return channel < KEY ? exponential(key - largest[channel]) : 0.f;
+}
+
+// The same of a left operand whose sums run along the channels, from `first` on.
+template <class S = T>
+DEVICE Left<S, QUERY_DEPTH> weights_of(Left<S, QUERY_DEPTH> keys, const float* largest, int first) {
+  const int lane = lane_index();
 #pragma unroll
-    for (int step = 0; step < QUERY_WIDTH; step += DEPTH) {
-      Right<T, DEPTH> right[VALUE_TILES];
-#pragma unroll
-      for (int tile = 0; tile < VALUE_TILES; ++tile)
-        right[tile] = load_right_directly<T, DEPTH>(
-            [&](int channel) { return context_turned + (tile * 8 + channel) * QUERY_WIDTH + step; });
-#pragma unroll
-      for (int i = 0; i < LINE_TILES; ++i) {
-        const auto weight = load_left<T, DEPTH>([&](int pixel) { return keys.of_pair(pair, i * 16 + pixel) + step; });
-#pragma unroll
-        for (int tile = 0; tile < VALUE_TILES; ++tile) multiply(d_values[i][tile], weight, right[tile]);
-      }
+  for (int i = 0; i < static_cast<int>(sizeof(keys) / 4); ++i) {
+    if constexpr (IS_FLOAT<S>) {
+      keys.words[i] = float_bits(weight_of(bits_float(keys.words[i]), largest, first + lane % 4 + i / 2 * 4));
+    } else {
+      const int channel = first + lane % 4 * 2 + i / 2 * 8;
+      float low, high;
+      unpack<S>(keys.words[i], low, high);
+      keys.words[i] = pack<S>(weight_of(low, largest, channel), weight_of(high, largest, channel + 1));
     }
   }
-  warp_barrier();
-  constexpr int DEPTH = depth_of<T>(VALUE_WIDTH);
+  return keys;
+}
+
+// dV += E dC' and dK = E (V dC'^T - offset), with E = exp(K - max) and dC' = dC / sum; dK takes K's place.
+DEVICE void differentiate_content(ValueSums& d_values, QueryTile keys, ValueTile values, int pair, const T* context,
+                                  const T* context_turned, const float* largest, const float* offset) {
+  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+#pragma unroll
+  for (int step = 0; step < QUERY_STEPS; ++step) {
+    Right<T, QUERY_DEPTH> right[VALUE_TILES];
+#pragma unroll
+    for (int tile = 0; tile < VALUE_TILES; ++tile)
+      right[tile] = load_right_packed<T, QUERY_DEPTH>(context_turned, tile * QUERY_STEPS + step);
+#pragma unroll
+    for (int i = 0; i < LINE_TILES; ++i) {
+      const auto weights = weights_of(
+          load_left<T, QUERY_DEPTH>([&](int pixel) { return keys.of_pair(pair, i * 16 + pixel) + step * QUERY_DEPTH; }), largest,
+          step * QUERY_DEPTH);
+#pragma unroll
+      for (int tile = 0; tile < VALUE_TILES; ++tile) multiply(d_values[i][tile], weights, right[tile]);
+    }
+  }
+  warp_barrier();  // the keys have been read
 #pragma unroll
   for (int tile = 0; tile < QUERY_TILES; ++tile) {
-    Right<T, DEPTH> right[VALUE_WIDTH / DEPTH];
+    Right<T, VALUE_DEPTH> right[VALUE_STEPS];
 #pragma unroll
-    for (int step = 0; step < VALUE_WIDTH / DEPTH; ++step)
-      right[step] = load_right_directly<T, DEPTH>(
-          [&](int channel) { return context + (tile * 8 + channel) * VALUE_WIDTH + step * DEPTH; });
+    for (int step = 0; step < VALUE_STEPS; ++step)
+      right[step] = load_right_packed<T, VALUE_DEPTH>(context, tile * VALUE_STEPS + step);
     const int channel = tile * 8 + column;
     const float first = channel < KEY ? offset[channel] : 0.f, second = channel + 1 < KEY ? offset[channel + 1] : 0.f;
 #pragma unroll
     for (int i = 0; i < LINE_TILES; ++i) {
       float sums[4] = {-first, -second, -first, -second};
 #pragma unroll
-      for (int step = 0; step < VALUE_WIDTH / DEPTH; ++step)
-        multiply(sums, load_left<T, DEPTH>([&](int pixel) { return values.of_pair(pair, i * 16 + pixel) + step * DEPTH; }),
+      for (int step = 0; step < VALUE_STEPS; ++step)
+        multiply(sums,
+                 load_left<T, VALUE_DEPTH>([&](int pixel) { return values.of_pair(pair, i * 16 + pixel) + step * VALUE_DEPTH; }),
                  right[step]);
       T* upper = keys.of_pair(pair, i * 16 + row) + channel;
       T* lower = keys.of_pair(pair, i * 16 + row + 8) + channel;
       float weights[4];
       load_two(upper, weights[0], weights[1]);
       load_two(lower, weights[2], weights[3]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) weights[j] = weight_of(weights[j], largest, channel + j % 2);
       store_two(upper, weights[0] * sums[0], weights[1] * sums[1]);
       store_two(lower, weights[2] * sums[2], weights[3] * sums[3]);
     }
@@ -289,7 +313,7 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
   const QueryTile queries{shared};
   const ValueTile values{shared + VALUE_TILE}, gradient{shared + GRADIENT_TILE};
   T* const scores = shared + SCORES;
-  const QueryTile keys{scores};
+  const QueryTile keys{shared + KEY_TILE};
   T* const table = shared + TABLE;
   const int warp = warp_index(), row = lane_index() / 4, column = lane_index() % 4 * 2;
 
@@ -315,6 +339,7 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
     lines.move_to(item * LINES);
     // Those that need no change go first: they travel while the others are waited for.
     copy_in<KEY>(queries, arguments.queries, lines);
+    if constexpr (CONTENT_KEYS) copy_in<KEY>(keys, arguments.keys, lines);
     if constexpr (!NORM_VALUES) copy_in<VALUE>(values, arguments.values, lines);
     if constexpr (POOL) {
       copy_in_pooled<VALUE>(gradient, arguments.gradient, lines);
@@ -345,20 +370,6 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
     differentiate_pixels<0>(d_values, d_table, queries, values, gradient, scores, table, windows);
     block_barrier();
 
-    if constexpr (CONTENT_KEYS) {
-      copy_in<KEY>(keys, arguments.keys, lines, [&](int head, int channel) {
-        return Moves{[](int, int) { return Nothing{}; },
-                     [&, head, channel](float(&key)[ACCESS], Nothing, int slot, int) {
-                       float largest[ACCESS];
-                       load_floats(largest,
-                                   arguments.key_max + lines.image_head(slot * HEADS + head, arguments.heads) * KEY + channel);
-#pragma unroll
-                       for (int i = 0; i < ACCESS; ++i) key[i] = exponential(key[i] - largest[i]);
-                     }};
-      });
-      clear_padding<KEY>(keys);
-      block_barrier();
-    }
 #pragma unroll
     for (int own = 0; own < OWN_PAIRS; ++own) {
       const int pair = warp + own * WARPS;
@@ -371,7 +382,8 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
       }
       if constexpr (CONTENT_KEYS)
         differentiate_content(d_values[own], keys, values, pair, arguments.context + context,
-                              arguments.context_turned + context, arguments.key_offset + image_head * KEY);
+                              arguments.context_turned + context, arguments.key_max + image_head * KEY,
+                              arguments.key_offset + image_head * KEY);
       // dV takes dY's place.
 #pragma unroll
       for (int i = 0; i < LINE_TILES; ++i)
@@ -397,30 +409,31 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
       });
     else
       copy_out<KEY>(arguments.d_queries, lines, queries, unchanged());
-    if constexpr (STATISTICS)
+    if constexpr (STATISTICS) {
+      float sum[ACCESS] = {}, sum_of_products[ACCESS] = {};
       copy_out<VALUE>(arguments.d_values, lines, gradient, [&](int head, int channel) {
         const int own = head * VALUE + channel;
         const float* moments = arguments.moments + first_channel + own;
         return Moves{
             [&, own](const T*, int slot, int pixel) { return read_access(lines.start(arguments.values, slot, pixel, VALUE) + own); },
-            [=, &sums_of_channels](float(&out)[ACCESS], const Access& value, int, int) {
+            [=, &sum, &sum_of_products](float(&out)[ACCESS], const Access& value, int, int) {
               float input[ACCESS], mean[ACCESS], inverse_deviation[ACCESS];
               to_floats(input, value);
               load_floats(mean, moments);
               load_floats(inverse_deviation, moments + channels);
 #pragma unroll
-              for (int i = 0; i < ACCESS; ++i) input[i] = out[i] * (input[i] - mean[i]) * inverse_deviation[i];
-              sums_of_channels.add(out, input);
+              for (int i = 0; i < ACCESS; ++i) {
+                sum[i] += out[i];
+                sum_of_products[i] += out[i] * (input[i] - mean[i]) * inverse_deviation[i];
+              }
             }};
       });
-    else
+      sums_of_channels.add(sum, sum_of_products);
+    } else {
       copy_out<VALUE>(arguments.d_values, lines, gradient, unchanged());
+    }
     if constexpr (CONTENT_KEYS) copy_out<KEY>(arguments.d_keys, lines, keys, unchanged());
     block_barrier();
-    if constexpr (CONTENT_KEYS) {
-      clear_score_padding(scores);  // the keys were there
-      block_barrier();
-    }
   }
   write_table(d_table, reinterpret_cast<float*>(shared), arguments.d_rel);
   if constexpr (STATISTICS)

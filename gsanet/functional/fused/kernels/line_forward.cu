@@ -15,7 +15,7 @@ struct Arguments {
   Map queries, values, out;
   const T* rel;         // (2 LENGTH - 1, KEY)
   const float* norm;    // (2, channels): scale and shift of the values
-  const T* context;     // (image, head, VALUE_WIDTH, QUERY_WIDTH): transposed context vectors
+  const T* context;     // (image, head): context vectors, packed with values as columns
   const float* finish;  // (2, channels): scale and shift of the output
   const float* centre;  // (channels): what the statistics are taken about
   float* statistics;    // (block, 2, channels): sum and sum of squares
@@ -52,8 +52,7 @@ DEVICE void load_context(Context& context, const T* vectors) {
   for (int step = 0; step < QUERY_STEPS; ++step)
 #pragma unroll
     for (int tile = 0; tile < VALUE_TILES; ++tile)
-      context.right[step][tile] = load_right_directly<T, QUERY_DEPTH>(
-          [&](int channel) { return vectors + (tile * 8 + channel) * QUERY_WIDTH + step * QUERY_DEPTH; });
+      context.right[step][tile] = load_right_packed<T, QUERY_DEPTH>(vectors, tile * QUERY_STEPS + step);
 }
 
 // Adds q times the context vectors of a pair's image and head, for 16 pixels from x on.

@@ -23,14 +23,6 @@ constexpr int TABLE_SIZE = (LENGTH - 1 + round_up(LENGTH, BAND < LENGTH ? BAND :
 
 DEVICE T* scores_of(T* scores, int slot, int pair) { return scores + slot * SCORE_PIXEL + pair * SCORE_PAIR; }
 
-// Zeros where no score is ever written but products read.
-DEVICE void clear_score_padding(T* scores) {
-  for (int i = thread_index(); i < 256; i += THREADS) {
-    T* row = scores_of(scores, i / 16, i % 16);
-    for (int column = i % 16 < PAIRS ? SCORE_TILES * 8 : 0; column < SCORE_COLUMNS; ++column) row[column] = T{};
-  }
-}
-
 // (2 LENGTH - 1, KEY) from global memory, channels and windows padded with zeros.
 DEVICE void copy_table(T* table, const T* rel) {
   for (int i = thread_index(); i < TABLE_SIZE; i += THREADS) {

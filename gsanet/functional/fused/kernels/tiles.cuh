@@ -285,16 +285,6 @@ DEVICE void copy_in_pooled(TileType tile, const Map& map, const Lines& lines) {
   });
 }
 
-// Zeros between and after the channels and the pixels that copies fill.
-template <int WIDTH, class TileType>
-DEVICE void clear_padding(TileType tile) {
-  for (int i = thread_index(); i < LINES * TILE_ROWS * HEADS; i += THREADS) {
-    const int pixel = i / HEADS % TILE_ROWS;
-    T* row = tile.at(i / HEADS / TILE_ROWS, pixel, i % HEADS);
-    for (int channel = pixel < LENGTH ? WIDTH : 0; channel < padded(WIDTH); ++channel) row[channel] = T{};
-  }
-}
-
 // From shared to global memory, the lines that exist; change as in `copy_in`, its first function given where it goes.
 template <int WIDTH, class TileType, class Change>
 DEVICE void copy_out(const Map& map, const Lines& lines, TileType tile, Change change) {
