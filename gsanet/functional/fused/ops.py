@@ -2,6 +2,7 @@
 
 `gsanet::positional_attention` and `gsanet::content_attention` are the two layers; `gsanet::attention_map` is the whole
 module, from the feature map to the pooled output: the projection, both branches and the batch norm between the axes.
+`gsanet::attention_map_inference` is the same with fixed norms, the one behind the module included, and has no gradient.
 """
 
 from typing import Any
@@ -82,7 +83,7 @@ def _long_line_gradient(q: Tensor, v: Tensor, rel: Tensor, d_out: Tensor) -> tup
     return *d_maps, d_rel
 
 
-def fits(like: Tensor, shape: tuple[int, int, int, int, int], axis: str, backward: bool) -> bool:
+def fits(like: Tensor, shape: tuple[int, int, int, int, int], axis: str, backward: bool, pool: bool = False) -> bool:
     """Whether a kernel takes lines of this shape.
 
     Args:
@@ -90,16 +91,26 @@ def fits(like: Tensor, shape: tuple[int, int, int, int, int], axis: str, backwar
         shape: (height, width, heads, k, v).
         axis: The axis.
         backward: The gradient's kernel, with all that the whole module needs besides.
+        pool: Whether the output is pooled.
     """
-    return _fits(like.dtype, like.device.index or 0, *shape, axis, backward)
+    return _fits(like.dtype, like.device.index or 0, *shape, axis, backward, pool)
 
 
 @torch.compiler.assume_constant_result
 def _fits(
-    dtype: torch.dtype, index: int, height: int, width: int, heads: int, key: int, value: int, axis: str, backward: bool
+    dtype: torch.dtype,
+    index: int,
+    height: int,
+    width: int,
+    heads: int,
+    key: int,
+    value: int,
+    axis: str,
+    backward: bool,
+    pool: bool,
 ) -> bool:
     shape = Shape(dtype, heads, key, value, vector=False)
-    features = {"content_keys": True} if backward else {}
+    features = {"content_keys": True} if backward else {"pool": pool}
     length = height if axis == "column" else width
     machine = calls.machine(torch.device("cuda", index))
     return plan_line(machine, shape, length, 1, backward=backward, **features) is not None
@@ -332,6 +343,69 @@ def _map_gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, .
 
 
 attention_map.register_autograd(_map_gradient, setup_context=_save_map)
+
+
+@torch.library.custom_op("gsanet::attention_map_inference", mutates_args=())
+def attention_map_inference(
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor,
+    rel_row: Tensor,
+    norm: Tensor,
+    finish: Tensor | None,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+) -> Tensor:
+    """The whole module with fixed norms.
+
+    Args:
+        x: (batch, channels, height, width).
+        weight: The projections of q, k (with content attention) and v, stacked.
+        rel_column: Embeddings of exactly the offsets of a column.
+        rel_row: The same of a row.
+        norm: Scale and shift of the batch norm between the axes, (2, channels) in float32.
+        finish: Scale and shift of the output, behind the pooling and before a ReLU, the same; or None for neither.
+        heads: Number of heads.
+        dim_key: Channels of q.
+        content: Whether content attention is on.
+        stride: 1, or 2: average 2 x 2 pixels.
+    """
+    q, k, v = _project(x, weight, heads, dim_key, content)
+    context = None if k is None else calls.context_vectors(k, v).turned
+    column = calls.attend(q, v, rel_column.contiguous(), "column").out
+    out = calls.attend(
+        q, column, rel_row.contiguous(), "row", norm=norm, context=context, finish=finish, pool=stride == 2
+    ).out  # fmt: skip
+    return _to_feature_map(out)
+
+
+@attention_map_inference.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor,
+    rel_row: Tensor,
+    norm: Tensor,
+    finish: Tensor | None,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+) -> Tensor:
+    batch, _, height, width = x.shape
+    dim_out = weight.shape[0] - dim_key * (2 if content else 1)
+    return x.new_empty(batch, height // stride, width // stride, dim_out).permute(0, 3, 1, 2)
+
+
+def _refuse_gradient(ctx: Any, d_out: Tensor) -> None:
+    raise RuntimeError(
+        "gsanet::attention_map_inference has no gradient: differentiate the network that fuse_for_inference was given"
+    )
+
+
+attention_map_inference.register_autograd(_refuse_gradient)
 
 
 def _pixels(x: Tensor) -> Tensor:
