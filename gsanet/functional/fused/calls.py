@@ -4,6 +4,8 @@ Maps are (batch, x, y, head, channel) with the channels of a pixel side by side.
 argument says otherwise; those that a kernel writes whole are not initialised.
 """
 
+import threading
+from collections.abc import Callable
 from ctypes import Structure
 from typing import NamedTuple
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from gsanet.functional.backends import Axis
 from gsanet.functional.fused import arguments
-from gsanet.functional.fused.compiler import load_kernel
+from gsanet.functional.fused.compiler import architecture_of, compile_all, load_kernel
 from gsanet.functional.fused.plan import (
     Launch,
     Machine,
@@ -34,6 +36,34 @@ def launch(plan: Launch, values: Structure, device: torch.device) -> None:
 def machine(device: torch.device) -> Machine:
     """The GPU that plans are made for."""
     return machine_of(device)
+
+
+def compile_ahead(device: torch.device, *runs: Callable[[], object]) -> None:
+    """Compile all kernels that some functions of meta tensors would launch on a device, many at a time."""
+    plans: list[Launch] = []
+    with _recording:
+        _recorders.append((device, plans))
+        try:
+            for run in runs:
+                run()
+        finally:
+            _recorders.pop()
+    compile_all((plan.kernel for plan in plans), architecture_of(device))
+
+
+_recording = threading.Lock()
+_recorders: list[tuple[torch.device, list[Launch]]] = []
+
+
+def _launch(plan: Launch, values: Structure, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        _recorders[-1][1].append(plan)
+    else:
+        launch(plan, values, tensor.device)
+
+
+def _machine(tensor: Tensor) -> Machine:
+    return machine(_recorders[-1][0] if tensor.is_meta else tensor.device)
 
 
 def side_by_side(x: Tensor) -> Tensor:
@@ -90,7 +120,7 @@ def attend(
     size = (height // 2, width // 2) if pool else (height, width)
     out = q.new_empty(batch, *size, heads, v.shape[4])
     plan = plan_line(
-        machine(q.device),
+        _machine(q),
         shape_of(q, v, out),
         length,
         batch * across,
@@ -119,7 +149,7 @@ def attend(
         total_lines=batch * across,
         heads=heads,
     )
-    launch(plan, values, q.device)
+    _launch(plan, values, q)
     return Attended(out, statistics)
 
 
@@ -187,7 +217,7 @@ def attend_gradient(
     if content is not None:
         maps += [content.keys, content.d_keys]
     plan = plan_line(
-        machine(q.device),
+        _machine(q),
         shape_of(q, v, *maps),
         length,
         batch * across,
@@ -230,7 +260,7 @@ def attend_gradient(
         values.context_turned = content.gradient_turned.data_ptr()
         values.key_max = content.key_max.data_ptr()
         values.key_offset = content.key_offset.data_ptr()
-    launch(plan, values, q.device)
+    _launch(plan, values, q)
     return AttendedGradient(d_rel.sum(0), statistics)
 
 
@@ -298,7 +328,7 @@ def _sum_over_pixels(left: Tensor, right: Tensor, *, softmax: bool, pool: bool, 
         **{name: tensor.data_ptr() for name, tensor in tensors.items()},
     )
     for plan in plans:
-        launch(plan, values, left.device)
+        _launch(plan, values, left)
 
 
 def norm_statistics(
@@ -317,7 +347,7 @@ def norm_statistics(
         count=count,
         epsilon=epsilon,
     )
-    launch(plan_norm(statistics.shape[2], "norm_statistics"), values, statistics.device)
+    _launch(plan_norm(statistics.shape[2], "norm_statistics"), values, statistics)
     return applied
 
 
@@ -333,7 +363,7 @@ def norm_gradient(statistics: Tensor, applied: Tensor, count: int, fixed: bool) 
         count=count,
         fixed=fixed,
     )
-    launch(plan_norm(statistics.shape[2], "norm_gradient"), values, statistics.device)
+    _launch(plan_norm(statistics.shape[2], "norm_gradient"), values, statistics)
     return coefficients
 
 

@@ -210,7 +210,7 @@ def unavailable(device: torch.device | None = None) -> str | None:
         return f"NVRTC cannot be loaded: {str(error).splitlines()[0]}"
     try:
         if device is not None:
-            _architecture(device)
+            architecture_of(device)
     except RuntimeError as error:
         return str(error)
     return None
@@ -225,7 +225,7 @@ def _driver() -> Any:
 
 
 @functools.cache
-def _architecture(device: torch.device) -> str:
+def architecture_of(device: torch.device) -> str:
     """The architecture to compile for so that it runs on a GPU."""
     _, supported = _nvrtc().nvrtcGetSupportedArchs()
     return choose_architecture(torch.cuda.get_device_capability(device), supported)
@@ -363,7 +363,7 @@ def load_kernel(specialisation: Specialisation, device: torch.device) -> Kernel:
     index = torch.cuda.current_device() if device.index is None else device.index
     wanted = (specialisation, index)
     if (kernel := _kernels.get(wanted)) is None:
-        binary = cached_binary(specialisation, _architecture(torch.device("cuda", index)))
+        binary = cached_binary(specialisation, architecture_of(torch.device("cuda", index)))
         with _loading:
             if (kernel := _kernels.get(wanted)) is None:
                 kernel = _kernels[wanted] = Kernel(specialisation, binary, index, _driver())

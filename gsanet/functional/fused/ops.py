@@ -5,6 +5,7 @@ module, from the feature map to the pooled output: the projection, both branches
 `gsanet::attention_map_inference` is the same with fixed norms, the one behind the module included, and has no gradient.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -212,6 +213,28 @@ def attention_map(
     Returns:
         The output, the output of the column layer, `applied`, and the four tensors of the context vectors.
     """
+    _compile_ahead(x.device, x.dtype, tuple(x.shape), weight.shape[0], heads, dim_key, content, stride, applied is None)
+    return _attention_map(
+        x, weight, rel_column, rel_row, norm_weight, norm_bias, centre, applied,
+        heads, dim_key, content, stride, epsilon,
+    )  # fmt: skip
+
+
+def _attention_map(
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor,
+    rel_row: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    centre: Tensor,
+    applied: Tensor | None,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v = _project(x, weight, heads, dim_key, content)
     vectors = calls.context_vectors(k, v) if k is not None else _no_context(x)
     column, statistics = calls.attend(q, v, rel_column, "column", centre=centre if applied is None else None)
@@ -274,6 +297,30 @@ def attention_map_gradient(
 
     q, k and v are projected again rather than kept: three maps less in memory for a product of small depth.
     """
+    return _attention_map_gradient(
+        d_out, x, weight, rel_column, rel_row, column, applied, context, turned, key_max, key_inverse,
+        heads, dim_key, content, stride, fixed,
+    )  # fmt: skip
+
+
+def _attention_map_gradient(
+    d_out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor,
+    rel_row: Tensor,
+    column: Tensor,
+    applied: Tensor,
+    context: Tensor,
+    turned: Tensor,
+    key_max: Tensor,
+    key_inverse: Tensor,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+    fixed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v = _project(x, weight, heads, dim_key, content)
     batch, height, width = q.shape[:3]
     d_projected = q.new_empty(batch, height, width, weight.shape[0])
@@ -325,6 +372,38 @@ def _(
     d_x = x.new_empty(batch, height, width, channels).permute(0, 3, 1, 2)
     tables = (table.new_empty(table.shape) for table in (weight, rel_column, rel_row))
     return d_x, *tables, applied.new_empty(2, applied.shape[1])
+
+
+@functools.cache
+def _compile_ahead(
+    device: torch.device,
+    dtype: torch.dtype,
+    size: tuple[int, int, int, int],
+    rows: int,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+    training: bool,
+) -> None:
+    """Compile all kernels of a module at once when it is first met, those of its gradient too if it is being trained."""
+    if device.type != "cuda":
+        return
+    x = torch.empty(size, dtype=dtype, device="meta").to(memory_format=torch.channels_last)
+    weight = x.new_empty(rows, size[1])
+    tables = [x.new_empty(2 * length - 1, dim_key // heads) for length in size[2:]]
+    channels = rows - dim_key * (2 if content else 1)
+    norm = x.new_empty(5, channels, dtype=torch.float32)
+    settings = heads, dim_key, content, stride
+
+    def run() -> None:
+        out, *kept = _attention_map(
+            x, weight, *tables, norm[0], norm[1], norm[2], None if training else norm, *settings, 0.0
+        )
+        if training:
+            _attention_map_gradient(torch.empty_like(out), x, weight, *tables, *kept, *settings, False)
+
+    calls.compile_ahead(device, run)
 
 
 def _save_map(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -522,7 +522,7 @@ def test_occupancy_is_asked_once(kernel, driver):
 
 def test_kernels_are_loaded_once_for_each_device(compiled, driver, monkeypatch):
     monkeypatch.setattr(compiler, "_driver", lambda: driver)
-    monkeypatch.setattr(compiler, "_architecture", lambda device: f"sm_{80 + 10 * device.index}")
+    monkeypatch.setattr(compiler, "architecture_of", lambda device: f"sm_{80 + 10 * device.index}")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     loaded = []
     threads = [
