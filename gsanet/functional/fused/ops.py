@@ -451,6 +451,24 @@ def attention_map_inference(
         content: Whether content attention is on.
         stride: 1, or 2: average 2 x 2 pixels.
     """
+    _compile_inference_ahead(
+        x.device, x.dtype, tuple(x.shape), weight.shape[0], heads, dim_key, content, stride, finish is not None
+    )
+    return _attention_map_inference(x, weight, rel_column, rel_row, norm, finish, heads, dim_key, content, stride)
+
+
+def _attention_map_inference(
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor,
+    rel_row: Tensor,
+    norm: Tensor,
+    finish: Tensor | None,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+) -> Tensor:
     q, k, v = _project(x, weight, heads, dim_key, content)
     context = None if k is None else calls.context_vectors(k, v).turned
     column = calls.attend(q, v, rel_column.contiguous(), "column").out
@@ -476,6 +494,33 @@ def _(
     batch, _, height, width = x.shape
     dim_out = weight.shape[0] - dim_key * (2 if content else 1)
     return x.new_empty(batch, height // stride, width // stride, dim_out).permute(0, 3, 1, 2)
+
+
+@functools.cache
+def _compile_inference_ahead(
+    device: torch.device,
+    dtype: torch.dtype,
+    size: tuple[int, int, int, int],
+    rows: int,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+    finish: bool,
+) -> None:
+    """Compile all kernels of a module at once when it is first met."""
+    if device.type != "cuda":
+        return
+    x = torch.empty(size, dtype=dtype, device="meta").to(memory_format=torch.channels_last)
+    weight = x.new_empty(rows, size[1])
+    column, row = (x.new_empty(2 * length - 1, dim_key // heads) for length in size[2:])
+    norm = x.new_empty(2, rows - dim_key * (2 if content else 1), dtype=torch.float32)
+
+    def run() -> None:
+        ends = norm if finish else None
+        _attention_map_inference(x, weight, column, row, norm, ends, heads, dim_key, content, stride)
+
+    calls.compile_ahead(device, run)
 
 
 def _refuse_gradient(ctx: Any, d_out: Tensor) -> None:
