@@ -78,7 +78,7 @@ def fuse_for_inference(model: nn.Module) -> nn.Module:
     for attention in chains.modules((GlobalSelfAttention,)):
         if _is_foldable_attention(attention) and not _has_hooks(attention):
             chains.replace(attention, InferenceSelfAttention(attention))
-    return root[0]
+    return root[0].eval()  # what is new, too
 
 
 class InferenceSelfAttention(RelativeTables):
@@ -126,7 +126,6 @@ class InferenceSelfAttention(RelativeTables):
         self.ends_in_relu = norm is not None and type(activation) is nn.ReLU
         self.activation = activation if activation is not None and not self.ends_in_relu else nn.Identity()
         self._fitted: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
-        self.train(attention.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """From (batch, dim, height, width) to (batch, dim_out, height / stride, width / stride), channels-last."""

@@ -157,7 +157,7 @@ def _refuses_inference(
     if any(tensor.dtype != torch.float32 for tensor in fixed):
         return f"its kernels take scales and shifts in float32, not {', '.join(str(tensor.dtype) for tensor in fixed)}"
     height, width, _, *channels = shape
-    if any(width not in WIDTHS for width in channels):
+    if any(count not in WIDTHS for count in channels):
         return f"its kernels take heads of {WIDTHS[0]} to {WIDTHS[-1]} channels, not {channels[0]} and {channels[1]}"
     if x.numel() == 0:
         return "the map is empty"
