@@ -5,6 +5,7 @@ operation.
 """
 
 from gsanet import functional
+from gsanet.inference import fuse_for_inference
 from gsanet.layers import GlobalSelfAttention
 from gsanet.models import count_flops, count_parameters, create_model, list_models
 
@@ -17,5 +18,6 @@ __all__ = [
     "count_parameters",
     "create_model",
     "functional",
+    "fuse_for_inference",
     "list_models",
 ]

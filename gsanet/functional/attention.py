@@ -4,6 +4,8 @@ Maps are `(batch, x, y, head, channel)`, x down a column (height) and y along a 
 map is this layout already. Each function checks its arguments, follows autocast, and hands over to a backend.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -106,8 +108,9 @@ def global_self_attention_map(
     weight: Tensor,
     rel_column: Tensor | None,
     rel_row: Tensor | None,
-    norm: Norm | None = None,
+    norm: Norm | Tensor | None = None,
     *,
+    finish: Tensor | None = None,
     num_heads: int,
     dim_key: int,
     content: bool = True,
@@ -124,7 +127,9 @@ def global_self_attention_map(
             without content attention there is no k, (dim_key + dim_out, channels).
         rel_column: As in `global_self_attention`.
         rel_row: As in `global_self_attention`.
-        norm: As in `global_self_attention`.
+        norm: As in `global_self_attention`; or, of a batch norm with fixed statistics, the scale and shift of each
+            channel, (2, dim_out) in float32, or in float64 for a map of that.
+        finish: Scale and shift of each output channel, as for `norm`, and a ReLU, after the pooling; None for neither.
         num_heads: Number of heads; divides dim_key and dim_out.
         dim_key: Channels of q, and of k.
         content: Whether content attention is on.
@@ -135,24 +140,42 @@ def global_self_attention_map(
         (batch, dim_out, ceil(height / stride), ceil(width / stride)), channels-last.
     """
     checks.check_feature_map(x, weight.shape[1])
+    keys = dim_key if content else 0
+    for name, values in {"norm": norm, "finish": finish}.items():
+        if isinstance(values, Tensor):
+            checks.check_scale_and_shift(name, values, weight.shape[0] - dim_key - keys)
     if (dtype := _autocast_dtype(x)) is not None:
         tables = (None if rel is None else rel.to(dtype) for rel in (rel_column, rel_row))
         wholes = (*_cast(dtype, x, weight), *tables)
     else:
         wholes = (x, weight, rel_column, rel_row)
-    settings = {"num_heads": num_heads, "dim_key": dim_key, "content": content, "reach": reach, "stride": stride}
+    settings = {
+        "finish": finish,
+        "num_heads": num_heads,
+        "dim_key": dim_key,
+        "content": content,
+        "reach": reach,
+        "stride": stride,
+    }
     if (whole := select_whole(*wholes, norm, **settings)) is not None:
         with torch.autocast(x.device.type, enabled=False):
             return whole(*wholes, norm, **settings)
-    keys = dim_key if content else 0
     projected = F.linear(x.permute(0, 2, 3, 1), weight)  # b, x, y, q | k | v
     q, k, v = (
         part.unflatten(-1, (num_heads, part.shape[-1] // num_heads))
         for part in projected.split((dim_key, keys, weight.shape[0] - dim_key - keys), dim=-1)
     )
+    if isinstance(norm, Tensor):
+        norm = partial(scale_and_shift, values=norm)
     out = global_self_attention(q, k if content else None, v, rel_column, rel_row, norm, reach)
-    out = _to_feature_map(out)
-    return average_pool(out, stride)
+    out = average_pool(_to_feature_map(out), stride)
+    return out if finish is None else scale_and_shift(out, finish).relu_()
+
+
+def scale_and_shift(x: Tensor, values: Tensor) -> Tensor:
+    """A map (batch, channels, x, y) times values[0], plus values[1], computed in the wider dtype and given in x's."""
+    scale, shift = values[:, :, None, None]
+    return torch.addcmul(shift, x, scale).to(x.dtype)
 
 
 def _to_feature_map(x: Tensor) -> Tensor:

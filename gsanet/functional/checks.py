@@ -79,6 +79,16 @@ def check_feature_map(x: Tensor, channels: int) -> None:
         raise ValueError(f"the input must have {channels} channels, got {x.shape[1]} in {tuple(x.shape)}")
 
 
+def check_scale_and_shift(name: str, values: Tensor, channels: int) -> None:
+    """Check the scale and shift of each channel."""
+    if values.shape != (2, channels):
+        raise ValueError(
+            f"{name} must hold a scale and a shift for each channel, (2, {channels}), got {tuple(values.shape)}"
+        )
+    if values.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} must be float32 or float64, whatever the map is, got {values.dtype}")
+
+
 def check_window(window: int) -> None:
     """Check the size of a window around a pixel: it needs a middle."""
     if window < 1 or window % 2 == 0:

@@ -29,19 +29,24 @@ def attention_map(
     weight: Tensor,
     rel_column: Tensor,
     rel_row: Tensor,
-    norm: Norm | None,
+    norm: Norm | Tensor | None,
     *,
+    finish: Tensor | None = None,
     num_heads: int,
     dim_key: int,
     content: bool,
     reach: int | None,
     stride: int,
 ) -> Tensor:
-    """As `gsanet.functional.global_self_attention_map`; the norm is a batch norm."""
-    assert isinstance(norm, nn.BatchNorm2d)
+    """As `gsanet.functional.global_self_attention_map`; the norm is a batch norm, or its scale and shift."""
     rel_column, rel_row = (
         fit_table(rel, length, reach) for rel, length in zip((rel_column, rel_row), x.shape[2:], strict=True)
     )
+    if isinstance(norm, Tensor):
+        return ops.attention_map_inference(
+            x, weight, rel_column, rel_row, norm, finish, num_heads, dim_key, content, stride
+        )  # fmt: skip
+    assert isinstance(norm, nn.BatchNorm2d)
     norm_weight, norm_bias = (None if tensor is None else tensor.float() for tensor in (norm.weight, norm.bias))
     from_batch = norm.training or norm.running_mean is None
     applied = None if from_batch else _applied(norm, norm_weight, norm_bias)
@@ -113,8 +118,9 @@ def _refuses_map(
     weight: Tensor,
     rel_column: Tensor | None,
     rel_row: Tensor | None,
-    norm: Norm | None,
+    norm: Norm | Tensor | None,
     *,
+    finish: Tensor | None = None,
     num_heads: int,
     dim_key: int,
     content: bool,
@@ -123,20 +129,47 @@ def _refuses_map(
 ) -> str | None:
     if rel_column is None or rel_row is None:
         return "its kernel of the whole module takes columns and rows together"
-    if type(norm) is not nn.BatchNorm2d:
-        return f"its kernel of the whole module has a batch norm inside, not {type(norm).__name__}"
-    if norm._forward_hooks or norm._forward_pre_hooks:
-        return "the norm has hooks, which a kernel would pass by"
     height, width = x.shape[2:]
     if stride not in (1, 2) or (stride == 2 and (height % 2 or width % 2 or num_heads > 8)):
         return f"its kernel of the whole module pools 2 x 2 pixels of even maps, not by {stride} on {height} x {width}"
     dim_value = weight.shape[0] - dim_key * (2 if content else 1)
+    shape = (height, width, num_heads, dim_key // num_heads, dim_value // num_heads)
+    if isinstance(norm, Tensor):
+        return _refuses_inference((x, weight, rel_column, rel_row), norm, finish, shape, stride)
+    if finish is not None:
+        return "its kernel of the whole module has a last scale, shift and ReLU only where the norm is one too"
+    if type(norm) is not nn.BatchNorm2d:
+        return f"its kernel of the whole module has a batch norm inside, not {type(norm).__name__}"
+    if norm._forward_hooks or norm._forward_pre_hooks:
+        return "the norm has hooks, which a kernel would pass by"
     if dim_key % (8 * num_heads) or dim_value % (8 * num_heads) or max(dim_key, dim_value) > 1024:
         return f"its kernel of the whole module takes heads of a multiple of 8 channels, not {dim_key // num_heads}"
     if x.shape[0] == 0 or x.shape[0] * height * width < 2:
         return "there is nothing to normalise"
-    if not ops.fits_module(x, (height, width, num_heads, dim_key // num_heads, dim_value // num_heads), stride):
+    if not ops.fits_module(x, shape, stride):
         return f"a line of a map of {height} x {width} pixels does not fit into shared memory or registers"
+    return None
+
+
+def _refuses_inference(
+    tensors: tuple[Tensor, ...], norm: Tensor, finish: Tensor | None, shape: tuple[int, int, int, int, int], stride: int
+) -> str | None:
+    x = tensors[0]
+    fixed = (norm,) if finish is None else (norm, finish)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *fixed)):
+        return "its kernels of a module with fixed norms have no gradient"
+    if any(tensor.dtype != torch.float32 for tensor in fixed):
+        return f"its kernels take scales and shifts in float32, not {', '.join(str(tensor.dtype) for tensor in fixed)}"
+    height, width, _, *channels = shape
+    if any(count not in WIDTHS for count in channels):
+        return f"its kernels take heads of {WIDTHS[0]} to {WIDTHS[-1]} channels, not {channels[0]} and {channels[1]}"
+    if x.numel() == 0:
+        return "the map is empty"
+    if max(height, width) > LONGEST:
+        return f"its kernels take maps of up to {LONGEST} x {LONGEST} pixels, not {height} x {width}"
+    for axis in ("column", "row"):
+        if not ops.fits(x, shape, axis, backward=False, pool=axis == "row" and stride == 2):
+            return f"a line of a map of {height} x {width} pixels with heads this wide does not fit into shared memory"
     return None
 
 

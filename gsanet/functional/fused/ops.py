@@ -2,6 +2,7 @@
 
 `gsanet::positional_attention` and `gsanet::content_attention` are the two layers; `gsanet::attention_map` is the whole
 module, from the feature map to the pooled output: the projection, both branches and the batch norm between the axes.
+`gsanet::attention_map_inference` is the same with fixed norms, the one behind the module included, and has no gradient.
 """
 
 import functools
@@ -83,7 +84,7 @@ def _long_line_gradient(q: Tensor, v: Tensor, rel: Tensor, d_out: Tensor) -> tup
     return *d_maps, d_rel
 
 
-def fits(like: Tensor, shape: tuple[int, int, int, int, int], axis: str, backward: bool) -> bool:
+def fits(like: Tensor, shape: tuple[int, int, int, int, int], axis: str, backward: bool, pool: bool = False) -> bool:
     """Whether the kernel of positional attention, or of its gradient, takes lines of this shape.
 
     Args:
@@ -91,8 +92,9 @@ def fits(like: Tensor, shape: tuple[int, int, int, int, int], axis: str, backwar
         shape: (height, width, heads, k, v).
         axis: The axis.
         backward: The gradient's kernel.
+        pool: Whether the output is pooled.
     """
-    return _fits(like.dtype, like.device.index or 0, *shape, axis, backward, "")
+    return _fits(like.dtype, like.device.index or 0, *shape, axis, backward, "pool" if pool else "")
 
 
 def fits_module(like: Tensor, shape: tuple[int, int, int, int, int], stride: int) -> bool:
@@ -392,6 +394,114 @@ def _map_gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, .
 
 
 attention_map.register_autograd(_map_gradient, setup_context=_save_map)
+
+
+@torch.library.custom_op("gsanet::attention_map_inference", mutates_args=())
+def attention_map_inference(
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor,
+    rel_row: Tensor,
+    norm: Tensor,
+    finish: Tensor | None,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+) -> Tensor:
+    """The whole module with fixed norms.
+
+    Args:
+        x: (batch, channels, height, width).
+        weight: The projections of q, k (with content attention) and v, stacked.
+        rel_column: Embeddings of exactly the offsets of a column.
+        rel_row: The same of a row.
+        norm: Scale and shift of the batch norm between the axes, (2, channels) in float32.
+        finish: Scale and shift of the output, behind the pooling and before a ReLU, the same; or None for neither.
+        heads: Number of heads.
+        dim_key: Channels of q.
+        content: Whether content attention is on.
+        stride: 1, or 2: average 2 x 2 pixels.
+    """
+    _compile_inference_ahead(
+        x.device, x.dtype, tuple(x.shape), weight.shape[0], heads, dim_key, content, stride, finish is not None
+    )
+    return _attention_map_inference(x, weight, rel_column, rel_row, norm, finish, heads, dim_key, content, stride)
+
+
+def _attention_map_inference(
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor,
+    rel_row: Tensor,
+    norm: Tensor,
+    finish: Tensor | None,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+) -> Tensor:
+    q, k, v = _project(x, weight, heads, dim_key, content)
+    context = None if k is None else calls.context_vectors(k, v).turned
+    column = calls.attend(q, v, rel_column.contiguous(), "column").out
+    out = calls.attend(
+        q, column, rel_row.contiguous(), "row", norm=norm, context=context, finish=finish, pool=stride == 2
+    ).out  # fmt: skip
+    return _to_feature_map(out)
+
+
+@attention_map_inference.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor,
+    rel_row: Tensor,
+    norm: Tensor,
+    finish: Tensor | None,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+) -> Tensor:
+    batch, _, height, width = x.shape
+    dim_out = weight.shape[0] - dim_key * (2 if content else 1)
+    return x.new_empty(batch, height // stride, width // stride, dim_out).permute(0, 3, 1, 2)
+
+
+@functools.cache
+def _compile_inference_ahead(
+    device: torch.device,
+    dtype: torch.dtype,
+    size: tuple[int, int, int, int],
+    rows: int,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+    finish: bool,
+) -> None:
+    """Compile all kernels of a module at once when it is first met."""
+    if device.type != "cuda":
+        return
+    x = torch.empty(size, dtype=dtype, device="meta").to(memory_format=torch.channels_last)
+    weight = x.new_empty(rows, size[1])
+    column, row = (x.new_empty(2 * length - 1, dim_key // heads) for length in size[2:])
+    norm = x.new_empty(2, rows - dim_key * (2 if content else 1), dtype=torch.float32)
+
+    def run() -> None:
+        ends = norm if finish else None
+        _attention_map_inference(x, weight, column, row, norm, ends, heads, dim_key, content, stride)
+
+    calls.compile_ahead(device, run)
+
+
+def _refuse_gradient(ctx: Any, d_out: Tensor) -> None:
+    raise RuntimeError(
+        "gsanet::attention_map_inference has no gradient: differentiate the network that fuse_for_inference was given"
+    )
+
+
+attention_map_inference.register_autograd(_refuse_gradient)
 
 
 def _pixels(x: Tensor) -> Tensor:

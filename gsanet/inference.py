@@ -1,0 +1,330 @@
+"""Networks for inference: batch norms become part of what they follow, at the same results to rounding error."""
+
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from timm.layers import BatchNormAct2d, Conv2dSame, DropBlock2d, DropPath
+from torch import Tensor, fx, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torchvision.ops import FrozenBatchNorm2d
+
+from gsanet.functional import global_self_attention_map
+from gsanet.functional.attention import scale_and_shift
+from gsanet.functional.checks import check_feature_map
+from gsanet.functional.lean import fit_table
+from gsanet.layers import GlobalSelfAttention
+from gsanet.layers.relative import RelativeTables
+
+__all__ = ["InferenceSelfAttention", "fuse_for_inference"]
+
+# Exactly these: a subclass may do anything else with its weights, such as standardise them first.
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv2dSame)
+NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, FrozenBatchNorm2d,
+)  # fmt: skip
+RELU_FUNCTIONS = (F.relu, torch.relu, torch.relu_)
+TRAINING_ONLY = (_DropoutNd, DropPath, DropBlock2d)
+
+
+def fuse_for_inference(model: nn.Module) -> nn.Module:
+    """Make a faster copy of a network for inference, with the same outputs to rounding error.
+
+    In the copy
+
+    - a batch norm right behind a convolution is part of the convolution, which then has a bias;
+    - a GSA module is an `InferenceSelfAttention`: its batch norm, and the batch norm and ReLU behind it, are scales and
+      shifts inside of it. On a GPU it is three to five kernels;
+    - dropout, stochastic depth and gradient checkpointing are left out.
+
+    What follows what is read from the `forward` of each module; where that cannot be traced, and for norms behind
+    anything else, layers stay as they are. So do the names of modules and all methods of the network.
+
+    The copy is in evaluation mode, and no parameter requires a gradient: for training keep the network itself. It can
+    be moved, converted (`.to("cuda", torch.bfloat16)`: scales and shifts of GSA modules stay in float32), compiled,
+    exported and saved like any other; to load its state_dict, fuse a network of the same settings first.
+
+    Args:
+        model: Any network: of this package, timm's, torchvision's, your own. It is not changed.
+
+    Returns:
+        The copy.
+    """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile was given
+    root = nn.Sequential(copy.deepcopy(model)).eval()  # so that the network itself can be replaced too
+    for parameter in root.parameters():
+        parameter.requires_grad_(False)
+        parameter.grad = None
+    _leave_out_training(root)
+    chains = _Chains(root)
+    for norm in chains.modules(NORMS):
+        source = chains.before(norm)
+        if not _has_fixed_statistics(norm) or source is None:
+            continue
+        if type(source) in CONVOLUTIONS:
+            _fold(source, norm)
+            chains.replace(norm, _activation(norm))
+        elif _is_foldable_attention(source):
+            activation = _activation(norm)
+            if isinstance(activation, nn.Identity) and chains.relu_after(norm):
+                activation = nn.ReLU()  # the one behind it stays where it is: nothing changes a second time
+                chains.leave_out_relu_after(norm)
+            chains.replace(source, InferenceSelfAttention(source, norm, activation))
+            chains.replace(norm, nn.Identity())
+    for attention in chains.modules((GlobalSelfAttention,)):
+        if _is_foldable_attention(attention) and not _has_hooks(attention):
+            chains.replace(attention, InferenceSelfAttention(attention))
+    return root[0].eval()  # what is new, too
+
+
+class InferenceSelfAttention(RelativeTables):
+    """A GSA module with fixed norms: its own, and one behind it with its activation. Made by `fuse_for_inference`.
+
+    `weight` is the projection, (2 * dim_key + dim_out, dim). The norm between column and row is `norm`, and the one
+    behind the module `finish`: scale and shift of each channel, (2, dim_out), in float32 whatever the module is
+    converted to, or in float64 in a module of that.
+
+    Args:
+        attention: The module; its norm, if it has one, is a batch norm.
+        norm: The batch norm behind it, or None.
+        activation: What follows that, or None.
+    """
+
+    label = GlobalSelfAttention.label
+    properties = GlobalSelfAttention.properties
+    norm: Tensor | None
+    finish: Tensor | None
+
+    def __init__(
+        self, attention: GlobalSelfAttention, norm: nn.Module | None = None, activation: nn.Module | None = None
+    ):
+        super().__init__(
+            attention.feat_size,
+            attention.dim_key // attention.num_heads,
+            column=attention.rel_column is not None,
+            row=attention.rel_row is not None,
+            reach=attention.reach,
+            keep_reach=attention.keep_reach,
+            device="meta",  # nothing is stored before it is known
+        )
+        self.dim, self.dim_out, self.dim_key = attention.dim, attention.dim_out, attention.dim_key
+        self.stride, self.num_heads, self.content = attention.stride, attention.num_heads, attention.content
+        weight = attention.qkv.weight
+        self.weight = nn.Parameter(weight.detach().flatten(1).contiguous(), requires_grad=False)
+        for name in ("rel_column", "rel_row"):
+            if (table := getattr(attention, name)) is not None:
+                setattr(self, name, nn.Parameter(table.detach().contiguous(), requires_grad=False))
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        for name, folded in {"norm": attention.norm, "finish": norm}.items():
+            values = None if folded is None else torch.stack(_scale_and_shift(folded)).to(weight.device, dtype)
+            self.register_buffer(name, values)
+        # With a ReLU all of it is one kernel's work.
+        self.ends_in_relu = norm is not None and type(activation) is nn.ReLU
+        self.activation = activation if activation is not None and not self.ends_in_relu else nn.Identity()
+        self._fitted: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From (batch, dim, height, width) to (batch, dim_out, height / stride, width / stride), channels-last."""
+        check_feature_map(x, self.dim)
+        self.check_size(x)
+        out = global_self_attention_map(
+            x,
+            self.weight,
+            self._fit("rel_column", x.shape[2]),
+            self._fit("rel_row", x.shape[3]),
+            self.norm,
+            finish=self.finish if self.ends_in_relu else None,
+            num_heads=self.num_heads,
+            dim_key=self.dim_key,
+            content=self.content,
+            stride=self.stride,
+        )
+        if self.finish is not None and not self.ends_in_relu:
+            out = scale_and_shift(out, self.finish)
+        return self.activation(out)
+
+    def _fit(self, name: str, length: int) -> Tensor | None:
+        """A table with exactly the offsets of a line; one that needs zeros around it is kept."""
+        table: Tensor | None = getattr(self, name)
+        if table is None:
+            return None
+        furthest = len(table) // 2 if self.reach is None else min(self.reach, len(table) // 2)
+        if furthest >= length - 1 or torch.compiler.is_compiling():
+            return fit_table(table, length, self.reach)  # a view, or the compiler's to fuse
+        source, fitted = self._fitted.get((name, length), (None, None))
+        if fitted is None or source is not table:
+            with torch.inference_mode(False), torch.no_grad():
+                fitted = fit_table(table, length, self.reach)
+            if not (table.is_cuda and torch.cuda.is_current_stream_capturing()):  # else it is the graph's own memory
+                self._fitted[name, length] = table, fitted
+        return fitted
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = {name: getattr(self, name) for name in ("norm", "finish")}
+        super()._apply(fn, recurse)
+        self._fitted.clear()
+        for name, values in before.items():
+            if values is not None and (after := getattr(self, name)).dtype not in (torch.float32, torch.float64):
+                setattr(self, name, values.to(after.device, torch.float32))
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._fitted.clear()
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        behind = "" if self.finish is None else ", norm and ReLU behind it" if self.ends_in_relu else ", norm behind it"
+        return (
+            f"{self.dim}, {self.dim_out}, num_heads={self.num_heads}, dim_key={self.dim_key}, stride={self.stride}, "
+            f"{super().extra_repr()}{behind}"
+        )
+
+
+def _leave_out_training(root: nn.Module) -> None:
+    for module in list(root.modules()):
+        if getattr(module, "grad_checkpointing", None) is True:
+            module.grad_checkpointing = False  # type: ignore[assignment]
+        for name, child in module.named_children():
+            if isinstance(child, TRAINING_ONLY) and not _has_hooks(child):
+                setattr(module, name, nn.Identity())
+
+
+def _fold(convolution: nn.Module, norm: nn.Module) -> None:
+    """Make the norm part of the convolution, in place."""
+    assert isinstance(convolution, CONVOLUTIONS)
+    weight, bias = convolution.weight, convolution.bias
+    scale, shift = (values.to(weight.device) for values in _scale_and_shift(norm))
+    folded = weight.double() * scale.view(-1, *(1,) * (weight.dim() - 1))
+    if bias is not None:
+        shift = shift + bias.double() * scale
+    convolution.weight = nn.Parameter(folded.to(weight.dtype), requires_grad=False)
+    convolution.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=False)
+
+
+def _scale_and_shift(norm: Any) -> tuple[Tensor, Tensor]:
+    """What a batch norm with running statistics does to each channel, in float64."""
+    scale = torch.rsqrt(norm.running_var.double() + norm.eps)
+    if norm.weight is not None:
+        scale = scale * norm.weight.detach().double()
+    shift = -norm.running_mean.double() * scale
+    return scale, shift if norm.bias is None else shift + norm.bias.detach().double()
+
+
+def _has_fixed_statistics(norm: Any) -> bool:
+    return type(norm) in NORMS and norm.running_mean is not None and not _has_hooks(norm)
+
+
+def _activation(norm: nn.Module) -> nn.Module:
+    """What a norm does besides normalising."""
+    activation: nn.Module = norm.act if type(norm) is BatchNormAct2d else nn.Identity()  # type: ignore[assignment]
+    return activation
+
+
+def _is_foldable_attention(module: nn.Module) -> TypeGuard[GlobalSelfAttention]:
+    if type(module) is not GlobalSelfAttention:
+        return False
+    norm = module.norm
+    return norm is None or (_has_fixed_statistics(norm) and isinstance(_activation(norm), nn.Identity))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether someone looks at what enters or leaves a module: then it keeps its place."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+class _Chains:
+    """Which module feeds which, read from the traces of all `forward` methods that can be traced.
+
+    Each module is traced with those that it calls as black boxes. Only what has one name, is called in one place, whose
+    weights nobody reads and whose output goes to one place only can be merged with what comes next.
+
+    Args:
+        root: The network.
+    """
+
+    def __init__(self, root: nn.Module):
+        self.root = root
+        self.nodes: dict[nn.Module, fx.Node] = {}
+        self.owners: dict[fx.Node, nn.Module] = {}
+        calls: Counter[nn.Module] = Counter()
+        self.names: dict[nn.Module, list[str]] = {}
+        for name, module in root.named_modules(remove_duplicate=False):
+            self.names.setdefault(module, []).append(name)
+        wanted = (*NORMS, GlobalSelfAttention)
+        for container in root.modules():
+            if not any(type(module) in wanted for module in container.modules() if module is not container):
+                continue
+            for node in _trace(container):
+                if node.op == "call_module":
+                    module = container.get_submodule(str(node.target))
+                    calls[module] += 1
+                    self.nodes[module], self.owners[node] = node, module
+                elif node.op == "get_attr":  # a parameter that is used directly
+                    owner, _, _ = str(node.target).rpartition(".")
+                    calls[container.get_submodule(owner)] += 2
+        self.calls = calls
+
+    def modules(self, types: tuple[type[nn.Module], ...]) -> list[nn.Module]:
+        """All modules of exactly these types."""
+        return [module for module in self.root.modules() if type(module) in types]
+
+    def before(self, module: nn.Module) -> nn.Module | None:
+        """What feeds a module and nothing else."""
+        if not self._is_single(module):
+            return None
+        node = self.nodes[module]
+        if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], fx.Node):
+            return None
+        source = self.owners.get(node.args[0])
+        if source is None or not self._is_single(source) or _has_hooks(source) or len(node.args[0].users) != 1:
+            return None
+        return source
+
+    def relu_after(self, module: nn.Module) -> bool:
+        """Whether all that a module feeds is a ReLU."""
+        users = list(self.nodes[module].users)
+        if len(users) != 1:
+            return False
+        return type(self.owners.get(users[0])) is nn.ReLU or (
+            users[0].op == "call_function" and users[0].target in RELU_FUNCTIONS
+        )
+
+    def leave_out_relu_after(self, module: nn.Module) -> None:
+        """Do so if it is a module that stands in this place only."""
+        relu = self.owners.get(next(iter(self.nodes[module].users)))
+        if relu is not None and self._is_single(relu) and not _has_hooks(relu):
+            self.replace(relu, nn.Identity())
+
+    def replace(self, module: nn.Module, other: nn.Module) -> None:
+        """Put another in the place of a module, under all its names."""
+        for name in self.names[module]:
+            self.root.set_submodule(name, other)
+
+    def _is_single(self, module: nn.Module) -> bool:
+        return self.calls[module] == 1 and len(self.names[module]) == 1
+
+
+class _OneLevel(fx.Tracer):
+    """Every module that is called is a black box."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def _trace(module: nn.Module) -> list[fx.Node]:
+    """The steps of a module's `forward`, with optional arguments left out; none if it cannot be traced."""
+    attributes = dict(vars(module))
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+        optional = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+        return list(_OneLevel().trace(module, concrete_args=optional or None).nodes)
+    except Exception:  # anybody's code, run without tensors, may stop anywhere and anyhow
+        return []
+    finally:  # what it kept for later are no tensors either
+        vars(module).clear()
+        vars(module).update(attributes)
