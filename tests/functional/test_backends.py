@@ -50,7 +50,9 @@ def test_what_a_backend_refuses_goes_to_the_next(monkeypatch):
     assert not calls
     content_attention(*single)
     assert calls == ["picky"]
-    assert explain_backend("content_attention", q, k, v) == "torch: picky refuses: torch.float64 is not supported"
+    assert explain_backend("content_attention", q, k, v) == (
+        "torch: picky refuses: torch.float64 is not supported; fused refuses: it runs on NVIDIA GPUs, not on cpu"
+    )
     assert explain_backend("content_attention", *single).startswith("picky: the first choice")
     with use_backend("picky"):
         assert "picky refuses" in explain_backend("content_attention", q, k, v)

@@ -419,7 +419,10 @@ class FakeDriver:
     """Writes down the calls, with the bytes that the kernel would get; `failures` are the next results by name."""
 
     CUdevice_attribute = types.SimpleNamespace(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN="optin")
-    CUfunction_attribute = types.SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic")
+    CUfunction_attribute = types.SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic",
+        CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT="carveout",
+    )
 
     def __init__(self):
         self.calls = []
@@ -459,6 +462,7 @@ def test_loading(kernel, driver):
     assert ("cuModuleLoadData", b"image") in driver.calls
     assert ("cuModuleGetFunction", "module", b"scale") in driver.calls
     assert ("cuFuncSetAttribute", "function", "dynamic", 232448 - 1024) in driver.calls
+    assert ("cuFuncSetAttribute", "function", "carveout", 100) in driver.calls
 
 
 def test_launching(kernel, driver):

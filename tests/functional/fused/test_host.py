@@ -163,10 +163,10 @@ def test_fragments(entry, dtype, order):
     generator = torch.Generator().manual_seed(0)
     length = 2 * int(entry.split("_")[1])
     left, right = torch.randn(2, 16, length, generator=generator).to(dtype).unbind(0)
-    sums, reloaded = torch.zeros(2, 10, 16, 16)
-    rounded = torch.zeros(10, 16, 16, dtype=dtype)
+    sums, reloaded = torch.zeros(2, 12, 16, 16)
+    rounded = torch.zeros(12, 16, 16, dtype=dtype)
     access = 16 // dtype.itemsize
-    shared_bytes = dtype.itemsize * 2 * (16 * (length + access) + length * (16 + access))
+    shared_bytes = dtype.itemsize * (2 * (16 * (length + access) + length * (16 + access)) + 16 * length)
     tensors = fenced(left), fenced(right), sums, rounded, reloaded
     run("fragments.cu", entry, 1, 32, shared_bytes, *tensors, order=order)
     expected = (left.double() @ right.double().T).expand_as(sums)

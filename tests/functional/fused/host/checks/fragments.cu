@@ -16,15 +16,17 @@ DEVICE void products(const Arguments& arguments, unsigned char* memory) {
   T* right = left + 16 * STRIDE;
   T* left_transposed = right + 16 * STRIDE;
   T* right_transposed = left_transposed + LENGTH * STRIDE_TRANSPOSED;
+  T* packed = right_transposed + LENGTH * STRIDE_TRANSPOSED;  // LENGTH x 16
   const T* global_left = static_cast<const T*>(arguments.left);
   const T* global_right = static_cast<const T*>(arguments.right);
   for (int i = thread_index(); i < 16 * LENGTH; i += 32) {
     const int row = i / LENGTH, step = i % LENGTH;
     left[row * STRIDE + step] = left_transposed[step * STRIDE_TRANSPOSED + row] = global_left[i];
     right[row * STRIDE + step] = right_transposed[step * STRIDE_TRANSPOSED + row] = global_right[i];
+    packed[packed_index<T, DEPTH>(row, step, 2)] = global_right[i];
   }
   warp_barrier();
-  for (int way = 0; way < 10; ++way) {
+  for (int way = 0; way < 12; ++way) {
     float sums[2][4] = {};
     for (int start = 0; start < LENGTH; start += DEPTH) {
       const auto in_left = [&](int row) { return left + row * STRIDE + start; };
@@ -33,23 +35,29 @@ DEVICE void products(const Arguments& arguments, unsigned char* memory) {
       const auto in_right_transposed = [&](int step) { return right_transposed + (start + step) * STRIDE_TRANSPOSED; };
       Left<T, DEPTH> a;
       Right<T, DEPTH> b[2];
-      if (way < 5)
+      if (way < 6)
         a = load_left<T, DEPTH>(in_left);
       else
         a = load_left_transposed<T, DEPTH>(in_left_transposed);
-      if (way % 5 == 0) {
+      if (way % 6 == 0) {
         b[0] = load_right<T, DEPTH>(in_right);
         b[1] = load_right<T, DEPTH>([&](int column) { return in_right(column + 8); });
-      } else if (way % 5 == 1) {
+      } else if (way % 6 == 1) {
         b[0] = load_right_transposed<T, DEPTH>(in_right_transposed);
         b[1] = load_right_transposed<T, DEPTH>([&](int step) { return in_right_transposed(step) + 8; });
-      } else if (way % 5 == 2) {
+      } else if (way % 6 == 2) {
         load_right(b, in_right);
-      } else if (way % 5 == 3) {
+      } else if (way % 6 == 3) {
         load_right_transposed(b, in_right_transposed);
+      } else if (way % 6 == 4) {
+        b[0] = load_right_packed<T, DEPTH>(packed, start / DEPTH);
+        b[1] = load_right_packed<T, DEPTH>(packed, 2 + start / DEPTH);
       } else {
-        b[0] = load_right_directly<T, DEPTH>([&](int column) { return global_right + column * LENGTH + start; });
-        b[1] = load_right_directly<T, DEPTH>([&](int column) { return global_right + (column + 8) * LENGTH + start; });
+        Right<T, DEPTH> both[2];
+        for (int half = 0; half < 2; ++half) {
+          load_right_transposed_long(both, [&](int step) { return right_transposed + step * STRIDE_TRANSPOSED + half * 8; });
+          b[half] = both[start / DEPTH];
+        }
       }
       multiply(sums[0], a, b[0]);
       multiply(sums[1][0], sums[1][1], sums[1][2], sums[1][3], a, b[1]);
