@@ -11,7 +11,7 @@
 // (NORM_GRADIENT: a dY + b Y + c) or of a 2 x 2 mean (POOL). Of content attention the kernel of the rows, which has the
 // gradient of the output, takes dQ += dY C^T (CONTENT_QUERIES), that of the columns, which has V, takes dK and dV
 // (CONTENT_KEYS). ACCUMULATE adds to the dQ that is there already; STATISTICS sums dV and dV times the normalised values
-// for each channel: the gradients of the batch norm's weight and bias.
+// for each channel: the gradients of the batch norm's weight and bias. PREFETCH: the next lines are loaded meanwhile.
 #include "scores.cuh"
 
 static_assert(LENGTH <= BAND, "all scores of 16 pixels are held at once");
@@ -40,20 +40,54 @@ struct Arguments {
   int heads;
 };
 
-// Shared memory, in scalars.
+// The lines that a block works on, in shared memory.
+struct Tiles {
+  QueryTile queries;
+  ValueTile values, gradient;
+  QueryTile keys;    // CONTENT_KEYS
+  ValueTile second;  // PREFETCH and NORM_GRADIENT: the batch norm's input
+};
+
+// Shared memory, in scalars: tiles (PREFETCH: twice, the next lines travel while these are worked on), scores, table.
 constexpr int VALUE_TILE = QueryTile::SIZE;
 constexpr int GRADIENT_TILE = VALUE_TILE + ValueTile::SIZE;
 constexpr int KEY_TILE = GRADIENT_TILE + ValueTile::SIZE;
-constexpr int SCORES = KEY_TILE + (CONTENT_KEYS ? QueryTile::SIZE : 0);
+constexpr int SECOND_TILE = KEY_TILE + (CONTENT_KEYS ? QueryTile::SIZE : 0);
+constexpr int TILES = SECOND_TILE + (PREFETCH && NORM_GRADIENT ? ValueTile::SIZE : 0);
+constexpr int SCORES = (PREFETCH ? 2 : 1) * TILES;
 constexpr int TABLE = SCORES + SCORES_SIZE;
+
+DEVICE Tiles tiles_at(T* memory) {
+  return {{memory}, {memory + VALUE_TILE}, {memory + GRADIENT_TILE}, {memory + KEY_TILE}, {memory + SECOND_TILE}};
+}
 
 constexpr int OWN_PAIRS = (PAIRS + WARPS - 1) / WARPS;
 constexpr int LINE_TILES = TILE_ROWS / 16;
 constexpr int VALUE_TILES = VALUE_WIDTH / 8, QUERY_TILES = QUERY_WIDTH / 8;
 constexpr int X_DEPTH = depth_of<T>(16);  // depth of products over 16 attending pixels or 16 pairs
-// Where that leaves no fewer than about 70 for the rest.
-constexpr bool WINDOWS_IN_REGISTERS =
-    WINDOW_REGISTERS + 2 * TABLE_EIGHTS * QUERY_TILES + 4 * OWN_PAIRS * LINE_TILES * VALUE_TILES <= 56;
+
+// What a warp keeps in registers over all lines, as far as that leaves about 60 for the rest: its sums, the windows of the
+// table that its pixels meet, and the same transposed.
+constexpr int SUM_REGISTERS = 2 * TABLE_EIGHTS * QUERY_TILES + 4 * OWN_PAIRS * LINE_TILES * VALUE_TILES;
+constexpr bool WINDOWS_IN_REGISTERS = SUM_REGISTERS + WINDOW_REGISTERS <= 56;
+constexpr bool TURNED_IN_REGISTERS =
+    !IS_FLOAT<T> && ALONG == 16 && WINDOWS_IN_REGISTERS && SUM_REGISTERS + WINDOW_REGISTERS + TABLE_EIGHTS * QUERY_TILES <= 68;
+
+// The table's groups of eight rows as the lower or the upper half of a right operand whose sums run across rows.
+struct TurnedWindows {
+  Word words[TABLE_EIGHTS][QUERY_TILES];
+
+  DEVICE void load(const T* table) {
+#pragma unroll
+    for (int eight = 0; eight < TABLE_EIGHTS; ++eight)
+#pragma unroll
+      for (int tile = 0; tile < QUERY_TILES; ++tile)
+        words[eight][tile] = load_right_transposed<T, 8>([&](int row) {
+          const int offset = 8 * (eight - EIGHTS + 1) + row - warp_index() + LENGTH - 1;
+          return table + (offset > 0 ? offset : 0) * TABLE_STRIDE + tile * 8;
+        }).words[0];
+  }
+};
 
 using ValueSums = float[LINE_TILES][VALUE_TILES][4];
 using TableSums = float[TABLE_EIGHTS + 1][QUERY_TILES][2];  // the last one takes what lies past the line
@@ -118,19 +152,32 @@ DEVICE void differentiate_table(TableSums& d_table, T* scores, int slot, QueryTi
 }
 
 // dQ_x = dS_x times the window, in the place of Q_x.
-DEVICE void differentiate_queries(QueryTile queries, T* scores, int slot, int x, const T* table) {
+template <int EIGHT>
+DEVICE void differentiate_queries(QueryTile queries, T* scores, int slot, int x, const T* table, const TurnedWindows& turned) {
   float sums[QUERY_TILES][4] = {};
-  const T* window = window_of(table, x);
   Left<T, ALONG> score[SCORE_COLUMNS / ALONG];
 #pragma unroll
   for (int i = 0; i < SCORE_COLUMNS / ALONG; ++i)
     score[i] = load_left<T, ALONG>([&](int pair) { return scores_of(scores, slot, pair) + i * ALONG; });
-  if constexpr (QUERY_TILES == 1) {
+  if constexpr (TURNED_IN_REGISTERS) {
+#pragma unroll
+    for (int i = 0; i < SCORE_COLUMNS / ALONG; ++i)
+#pragma unroll
+      for (int tile = 0; tile < QUERY_TILES; ++tile) {
+        Right<T, ALONG> right;
+#pragma unroll
+        for (int half = 0; half < ALONG / 8; ++half)
+          right.words[half] = 2 * i + half < EIGHTS ? turned.words[2 * i + half - EIGHT + EIGHTS - 1][tile] : 0u;
+        multiply(sums[tile], score[i], right);
+      }
+  } else if constexpr (QUERY_TILES == 1) {
+    const T* window = window_of(table, x);
     Right<T, ALONG> right[SCORE_COLUMNS / ALONG];
     load_right_transposed_long(right, [&](int i) { return window + i * TABLE_STRIDE; });
 #pragma unroll
     for (int i = 0; i < SCORE_COLUMNS / ALONG; ++i) multiply(sums[0], score[i], right[i]);
   } else {
+    const T* window = window_of(table, x);
 #pragma unroll
     for (int i = 0; i < SCORE_COLUMNS / ALONG; ++i) {
       Right<T, ALONG> right[QUERY_TILES];
@@ -148,38 +195,38 @@ DEVICE void differentiate_queries(QueryTile queries, T* scores, int slot, int x,
   }
 }
 
-// Everything about 16 attending pixels; X0 is a constant so that dR's registers have constant numbers.
+// Everything about 16 attending pixels; X0 is a constant so that registers have constant numbers.
 template <int X0>
-DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_table, QueryTile queries, ValueTile values,
-                                 ValueTile gradient, T* scores, const T* table, const Windows& windows) {
+DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_table, const Tiles& tiles, T* scores,
+                                 const T* table, const Windows& windows, const TurnedWindows& turned) {
   const int warp = warp_index();
   // Past the end of the line too: queries are zero there, and scores must be.
   if constexpr (WINDOWS_IN_REGISTERS) {
-    score_pixel<X0 / 8>(scores, warp, queries, X0 + warp, windows);
-    if constexpr (WARPS == 8) score_pixel<X0 / 8 + 1>(scores, warp + 8, queries, X0 + 8 + warp, windows);
+    score_pixel<X0 / 8>(scores, warp, tiles.queries, X0 + warp, windows);
+    if constexpr (WARPS == 8) score_pixel<X0 / 8 + 1>(scores, warp + 8, tiles.queries, X0 + 8 + warp, windows);
   } else {
 #pragma unroll
     for (int slot = 0; slot < 16; slot += WARPS)
-      score_pixel(scores, slot + warp, queries, X0 + slot + warp, table, 0);
+      score_pixel(scores, slot + warp, tiles.queries, X0 + slot + warp, table, 0);
   }
   block_barrier();
 #pragma unroll
   for (int own = 0; own < OWN_PAIRS; ++own)
     if (warp + own * WARPS < PAIRS)
-      differentiate_pair(d_values[own], scores, values, gradient, warp + own * WARPS, X0);
+      differentiate_pair(d_values[own], scores, tiles.values, tiles.gradient, warp + own * WARPS, X0);
   block_barrier();
   if (X0 + warp < LENGTH) {
-    differentiate_table<X0 / 8>(d_table, scores, warp, queries, X0 + warp);
-    differentiate_queries(queries, scores, warp, X0 + warp, table);
+    differentiate_table<X0 / 8>(d_table, scores, warp, tiles.queries, X0 + warp);
+    differentiate_queries<X0 / 8>(tiles.queries, scores, warp, X0 + warp, table, turned);
   }
   if constexpr (WARPS == 8 && X0 + 8 < LENGTH)
     if (X0 + 8 + warp < LENGTH) {
-      differentiate_table<X0 / 8 + 1>(d_table, scores, warp + 8, queries, X0 + 8 + warp);
-      differentiate_queries(queries, scores, warp + 8, X0 + 8 + warp, table);
+      differentiate_table<X0 / 8 + 1>(d_table, scores, warp + 8, tiles.queries, X0 + 8 + warp);
+      differentiate_queries<X0 / 8 + 1>(tiles.queries, scores, warp + 8, X0 + 8 + warp, table, turned);
     }
   warp_barrier();  // the warp's own scores have been read; no other warp reads or writes them before the next barrier
   if constexpr (X0 + 16 < LENGTH)
-    differentiate_pixels<X0 + 16>(d_values, d_table, queries, values, gradient, scores, table, windows);
+    differentiate_pixels<X0 + 16>(d_values, d_table, tiles, scores, table, windows, turned);
 }
 
 constexpr int VALUE_DEPTH = depth_of<T>(VALUE_WIDTH), VALUE_STEPS = VALUE_WIDTH / VALUE_DEPTH;
@@ -307,13 +354,100 @@ DEVICE void write_table(const TableSums& d_table, float* shared, float* d_rel) {
     d_rel[static_cast<long long>(block_row() * block_count() + block_index()) * TABLE_ROWS * KEY + i] = shared[i];
 }
 
+// The gradient of a batch norm's input, a dY + b Y + c; read(slot, pixel) gives Y.
+template <class Read>
+DEVICE auto norm_gradient(const float* coefficients, int channels, Read read) {
+  return Moves{read, [=](float(&d_out)[ACCESS], const Access& second, int, int) {
+                 float input[ACCESS], a[ACCESS], b[ACCESS], c[ACCESS];
+                 to_floats(input, second);
+                 load_floats(a, coefficients);
+                 load_floats(b, coefficients + channels);
+                 load_floats(c, coefficients + 2 * channels);
+#pragma unroll
+                 for (int i = 0; i < ACCESS; ++i) d_out[i] = a[i] * d_out[i] + b[i] * input[i] + c[i];
+               }};
+}
+
+// Brings lines into shared memory. Those that need no change on the way go first: they travel while others are waited for.
+DEVICE void load_lines(const Tiles& tiles, const Lines& lines, const Arguments& arguments) {
+  const int first_channel = lines.first_head * VALUE, channels = arguments.heads * VALUE;
+  copy_in<KEY>(tiles.queries, arguments.queries, lines);
+  if constexpr (CONTENT_KEYS) copy_in<KEY>(tiles.keys, arguments.keys, lines);
+  if constexpr (PREFETCH || !NORM_VALUES) copy_in<VALUE>(tiles.values, arguments.values, lines);
+  if constexpr (PREFETCH && NORM_GRADIENT) copy_in<VALUE>(tiles.second, arguments.second, lines);
+  if constexpr (POOL)
+    copy_in_pooled<VALUE>(tiles.gradient, arguments.gradient, lines);
+  else if constexpr (PREFETCH || !NORM_GRADIENT)
+    copy_in<VALUE>(tiles.gradient, arguments.gradient, lines);
+  else
+    copy_in<VALUE>(tiles.gradient, arguments.gradient, lines, [&](int head, int channel) {
+      const int own = head * VALUE + channel;
+      return norm_gradient(arguments.norm + first_channel + own, channels, [&, own](int slot, int pixel) {
+        return read_access(lines.start(arguments.second, slot, pixel, VALUE) + own);
+      });
+    });
+  if constexpr (!PREFETCH && NORM_VALUES)
+    copy_in<VALUE>(tiles.values, arguments.values, lines, scale_and_shift(arguments.norm + first_channel, channels, VALUE));
+}
+
+// What could not be done on the way.
+DEVICE void change_lines(const Tiles& tiles, const Lines& lines, const Arguments& arguments) {
+  const int first_channel = lines.first_head * VALUE, channels = arguments.heads * VALUE;
+  if constexpr (NORM_VALUES)
+    change_in_place<VALUE>(tiles.values, lines, scale_and_shift(arguments.norm + first_channel, channels, VALUE));
+  if constexpr (NORM_GRADIENT)
+    change_in_place<VALUE>(tiles.gradient, lines, [&](int head, int channel) {
+      return norm_gradient(arguments.norm + first_channel + head * VALUE + channel, channels, [=](int slot, int pixel) {
+        return read_access(tiles.second.at(slot, pixel, head) + channel);
+      });
+    });
+}
+
+// Takes the gradients of lines to global memory.
+DEVICE void store_lines(const Tiles& tiles, const Lines& lines, const Arguments& arguments, const ChannelSums<VALUE>& sums) {
+  const int first_channel = lines.first_head * VALUE, channels = arguments.heads * VALUE;
+  if constexpr (ACCUMULATE)
+    copy_out<KEY>(arguments.d_queries, lines, tiles.queries, [](int, int) {
+      return Moves{[](const T* to, int, int) { return read_access(to); },
+                   [](float(&out)[ACCESS], const Access& there, int, int) {
+                     float before[ACCESS];
+                     to_floats(before, there);
+#pragma unroll
+                     for (int i = 0; i < ACCESS; ++i) out[i] += before[i];
+                   }};
+    });
+  else
+    copy_out<KEY>(arguments.d_queries, lines, tiles.queries, unchanged());
+  if constexpr (STATISTICS) {
+    float sum[ACCESS] = {}, sum_of_products[ACCESS] = {};
+    copy_out<VALUE>(arguments.d_values, lines, tiles.gradient, [&](int head, int channel) {
+      const int own = head * VALUE + channel;
+      const float* moments = arguments.moments + first_channel + own;
+      return Moves{
+          [&, own](const T*, int slot, int pixel) { return read_access(lines.start(arguments.values, slot, pixel, VALUE) + own); },
+          [=, &sum, &sum_of_products](float(&out)[ACCESS], const Access& value, int, int) {
+            float input[ACCESS], mean[ACCESS], inverse_deviation[ACCESS];
+            to_floats(input, value);
+            load_floats(mean, moments);
+            load_floats(inverse_deviation, moments + channels);
+#pragma unroll
+            for (int i = 0; i < ACCESS; ++i) {
+              sum[i] += out[i];
+              sum_of_products[i] += out[i] * (input[i] - mean[i]) * inverse_deviation[i];
+            }
+          }};
+    });
+    sums.add(sum, sum_of_products);
+  } else {
+    copy_out<VALUE>(arguments.d_values, lines, tiles.gradient, unchanged());
+  }
+  if constexpr (CONTENT_KEYS) copy_out<KEY>(arguments.d_keys, lines, tiles.keys, unchanged());
+}
+
 KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
   SHARED_MEMORY(memory);
   T* const shared = reinterpret_cast<T*>(memory);
-  const QueryTile queries{shared};
-  const ValueTile values{shared + VALUE_TILE}, gradient{shared + GRADIENT_TILE};
   T* const scores = shared + SCORES;
-  const QueryTile keys{shared + KEY_TILE};
   T* const table = shared + TABLE;
   const int warp = warp_index(), row = lane_index() / 4, column = lane_index() % 4 * 2;
 
@@ -322,9 +456,10 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
   block_barrier();
   Windows windows;
   if constexpr (WINDOWS_IN_REGISTERS) windows.load(table);
+  TurnedWindows turned;
+  if constexpr (TURNED_IN_REGISTERS) turned.load(table);
 
   Lines lines{arguments.total_lines, arguments.lines_per_image, block_row() * HEADS};
-  const int first_channel = lines.first_head * VALUE, channels = arguments.heads * VALUE;
   const ChannelSums<VALUE> sums_of_channels{reinterpret_cast<float*>(table + TABLE_SIZE)};
   if constexpr (STATISTICS) {
     const float zeros[ACCESS] = {};
@@ -335,39 +470,30 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
   const int items = (arguments.total_lines + LINES - 1) / LINES;
   const int begin = static_cast<int>(static_cast<long long>(items) * block_index() / block_count());
   const int end = static_cast<int>(static_cast<long long>(items) * (block_index() + 1) / block_count());
+  if (PREFETCH && begin < end) {
+    lines.move_to(begin * LINES);
+    load_lines(tiles_at(shared), lines, arguments);
+  }
   for (int item = begin; item < end; ++item) {
+    const Tiles tiles = tiles_at(shared + (PREFETCH && (item - begin) % 2 ? TILES : 0));
     lines.move_to(item * LINES);
-    // Those that need no change go first: they travel while the others are waited for.
-    copy_in<KEY>(queries, arguments.queries, lines);
-    if constexpr (CONTENT_KEYS) copy_in<KEY>(keys, arguments.keys, lines);
-    if constexpr (!NORM_VALUES) copy_in<VALUE>(values, arguments.values, lines);
-    if constexpr (POOL) {
-      copy_in_pooled<VALUE>(gradient, arguments.gradient, lines);
-    } else if constexpr (NORM_GRADIENT) {
-      copy_in<VALUE>(gradient, arguments.gradient, lines, [&](int head, int channel) {
-        const int own = head * VALUE + channel;
-        const float* coefficients = arguments.norm + first_channel + own;
-        return Moves{[&, own](int slot, int pixel) { return read_access(lines.start(arguments.second, slot, pixel, VALUE) + own); },
-                     [=](float(&d_out)[ACCESS], const Access& second, int, int) {
-                       float input[ACCESS], a[ACCESS], b[ACCESS], c[ACCESS];
-                       to_floats(input, second);
-                       load_floats(a, coefficients);
-                       load_floats(b, coefficients + channels);
-                       load_floats(c, coefficients + 2 * channels);
-#pragma unroll
-                       for (int i = 0; i < ACCESS; ++i) d_out[i] = a[i] * d_out[i] + b[i] * input[i] + c[i];
-                     }};
-      });
-    } else {
-      copy_in<VALUE>(gradient, arguments.gradient, lines);
-    }
-    if constexpr (NORM_VALUES)
-      copy_in<VALUE>(values, arguments.values, lines, scale_and_shift(arguments.norm + first_channel, channels, VALUE));
+    if constexpr (!PREFETCH) load_lines(tiles, lines, arguments);
     wait_for_copies();
     block_barrier();
+    if constexpr (PREFETCH) {
+      if (item + 1 < end) {
+        Lines next = lines;
+        next.move_to((item + 1) * LINES);
+        load_lines(tiles_at(shared + ((item - begin) % 2 ? 0 : TILES)), next, arguments);
+      }
+      if constexpr (NORM_VALUES || NORM_GRADIENT) {
+        change_lines(tiles, lines, arguments);
+        block_barrier();
+      }
+    }
 
     ValueSums d_values[OWN_PAIRS] = {};
-    differentiate_pixels<0>(d_values, d_table, queries, values, gradient, scores, table, windows);
+    differentiate_pixels<0>(d_values, d_table, tiles, scores, table, windows, turned);
     block_barrier();
 
 #pragma unroll
@@ -377,11 +503,11 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
       const long long image_head = lines.image_head(pair, arguments.heads);
       const long long context = image_head * QUERY_WIDTH * VALUE_WIDTH;
       if constexpr (CONTENT_QUERIES) {
-        add_content_to_queries(queries, gradient, pair, arguments.context + context);
+        add_content_to_queries(tiles.queries, tiles.gradient, pair, arguments.context + context);
         warp_barrier();
       }
       if constexpr (CONTENT_KEYS)
-        differentiate_content(d_values[own], keys, values, pair, arguments.context + context,
+        differentiate_content(d_values[own], tiles.keys, tiles.values, pair, arguments.context + context,
                               arguments.context_turned + context, arguments.key_max + image_head * KEY,
                               arguments.key_offset + image_head * KEY);
       // dV takes dY's place.
@@ -391,51 +517,15 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
         for (int tile = 0; tile < VALUE_TILES; ++tile) {
           const int pixel = i * 16 + row, channel = tile * 8 + column;
           const auto& sums = d_values[own][i][tile];
-          if (pixel < LENGTH) store_two(gradient.of_pair(pair, pixel) + channel, sums[0], sums[1]);
-          if (pixel + 8 < LENGTH) store_two(gradient.of_pair(pair, pixel + 8) + channel, sums[2], sums[3]);
+          if (pixel < LENGTH) store_two(tiles.gradient.of_pair(pair, pixel) + channel, sums[0], sums[1]);
+          if (pixel + 8 < LENGTH) store_two(tiles.gradient.of_pair(pair, pixel + 8) + channel, sums[2], sums[3]);
         }
     }
     block_barrier();
-
-    if constexpr (ACCUMULATE)
-      copy_out<KEY>(arguments.d_queries, lines, queries, [](int, int) {
-        return Moves{[](const T* to, int, int) { return read_access(to); },
-                     [](float(&out)[ACCESS], const Access& there, int, int) {
-                       float before[ACCESS];
-                       to_floats(before, there);
-#pragma unroll
-                       for (int i = 0; i < ACCESS; ++i) out[i] += before[i];
-                     }};
-      });
-    else
-      copy_out<KEY>(arguments.d_queries, lines, queries, unchanged());
-    if constexpr (STATISTICS) {
-      float sum[ACCESS] = {}, sum_of_products[ACCESS] = {};
-      copy_out<VALUE>(arguments.d_values, lines, gradient, [&](int head, int channel) {
-        const int own = head * VALUE + channel;
-        const float* moments = arguments.moments + first_channel + own;
-        return Moves{
-            [&, own](const T*, int slot, int pixel) { return read_access(lines.start(arguments.values, slot, pixel, VALUE) + own); },
-            [=, &sum, &sum_of_products](float(&out)[ACCESS], const Access& value, int, int) {
-              float input[ACCESS], mean[ACCESS], inverse_deviation[ACCESS];
-              to_floats(input, value);
-              load_floats(mean, moments);
-              load_floats(inverse_deviation, moments + channels);
-#pragma unroll
-              for (int i = 0; i < ACCESS; ++i) {
-                sum[i] += out[i];
-                sum_of_products[i] += out[i] * (input[i] - mean[i]) * inverse_deviation[i];
-              }
-            }};
-      });
-      sums_of_channels.add(sum, sum_of_products);
-    } else {
-      copy_out<VALUE>(arguments.d_values, lines, gradient, unchanged());
-    }
-    if constexpr (CONTENT_KEYS) copy_out<KEY>(arguments.d_keys, lines, keys, unchanged());
+    store_lines(tiles, lines, arguments, sums_of_channels);
     block_barrier();
   }
   write_table(d_table, reinterpret_cast<float*>(shared), arguments.d_rel);
   if constexpr (STATISTICS)
-    sums_of_channels.write(arguments.statistics, channels, first_channel);
+    sums_of_channels.write(arguments.statistics, arguments.heads * VALUE, lines.first_head * VALUE);
 }
