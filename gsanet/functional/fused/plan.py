@@ -114,15 +114,6 @@ def plan_line(
         if chosen is None:
             return None
         warps, blocks = chosen
-        constants: dict[str, int] = {}
-        if backward:
-            # One block with all warps, which loads the next lines while it works, where two blocks would fit.
-            second = _backward_tiles(shape, length, heads, lines_at_once, features)
-            prefetch = blocks == 2 and shape.vector and not features.get("pool")
-            prefetch = prefetch and shared + second + 16 * sums <= machine.shared_memory
-            constants["PREFETCH"] = prefetch
-            if prefetch:
-                warps, blocks, shared = 16, 1, shared + second
         shared += warps * sums
         kernel = specialise(
             f"line_{'backward' if backward else 'forward'}.cu",
@@ -137,7 +128,6 @@ def plan_line(
             BLOCKS=blocks,
             BAND=BAND,
             VECTOR=shape.vector,
-            **constants,
             **{name.upper(): value for name, value in features.items()},
         )
         groups = shape.heads // heads
@@ -171,13 +161,6 @@ def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bo
         floats = 0
     sums = 0 if backward else 2 * 16 // shape.size * 256  # of the channels, at the end
     return _round_up(max(scalars * shape.size, 4 * floats, 4 * sums), 16)
-
-
-def _backward_tiles(shape: Shape, length: int, heads: int, lines: int, features: dict[str, bool]) -> int:
-    """Bytes of the second set of tiles, and of those in the first that are there only with it."""
-    query, value = (shape.tile(shape.padded(width), heads, lines, length) for width in (shape.key, shape.value))
-    both = 2 * value if features.get("norm_gradient") else 0
-    return (query + 2 * value + (query if features.get("content_keys") else 0) + both) * shape.size
 
 
 def _forward_warps(shape: Shape, fitting: int) -> tuple[int, int]:

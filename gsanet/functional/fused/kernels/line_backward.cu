@@ -11,7 +11,7 @@
 // (NORM_GRADIENT: a dY + b Y + c) or of a 2 x 2 mean (POOL). Of content attention the kernel of the rows, which has the
 // gradient of the output, takes dQ += dY C^T (CONTENT_QUERIES), that of the columns, which has V, takes dK and dV
 // (CONTENT_KEYS). ACCUMULATE adds to the dQ that is there already; STATISTICS sums dV and dV times the normalised values
-// for each channel: the gradients of the batch norm's weight and bias. PREFETCH: the next lines are loaded meanwhile.
+// for each channel: the gradients of the batch norm's weight and bias.
 #include "scores.cuh"
 
 static_assert(LENGTH <= BAND, "all scores of 16 pixels are held at once");
@@ -40,26 +40,19 @@ struct Arguments {
   int heads;
 };
 
-// The lines that a block works on, in shared memory.
-struct Tiles {
-  QueryTile queries;
-  ValueTile values, gradient;
-  QueryTile keys;    // CONTENT_KEYS
-  ValueTile second;  // PREFETCH and NORM_GRADIENT: the batch norm's input
-};
-
-// Shared memory, in scalars: tiles (PREFETCH: twice, the next lines travel while these are worked on), scores, table.
+// Shared memory, in scalars.
 constexpr int VALUE_TILE = QueryTile::SIZE;
 constexpr int GRADIENT_TILE = VALUE_TILE + ValueTile::SIZE;
 constexpr int KEY_TILE = GRADIENT_TILE + ValueTile::SIZE;
-constexpr int SECOND_TILE = KEY_TILE + (CONTENT_KEYS ? QueryTile::SIZE : 0);
-constexpr int TILES = SECOND_TILE + (PREFETCH && NORM_GRADIENT ? ValueTile::SIZE : 0);
-constexpr int SCORES = (PREFETCH ? 2 : 1) * TILES;
+constexpr int SCORES = KEY_TILE + (CONTENT_KEYS ? QueryTile::SIZE : 0);
 constexpr int TABLE = SCORES + SCORES_SIZE;
 
-DEVICE Tiles tiles_at(T* memory) {
-  return {{memory}, {memory + VALUE_TILE}, {memory + GRADIENT_TILE}, {memory + KEY_TILE}, {memory + SECOND_TILE}};
-}
+// The lines that a block works on.
+struct Tiles {
+  QueryTile queries;
+  ValueTile values, gradient;
+  QueryTile keys;  // CONTENT_KEYS
+};
 
 constexpr int OWN_PAIRS = (PAIRS + WARPS - 1) / WARPS;
 constexpr int LINE_TILES = TILE_ROWS / 16;
@@ -354,53 +347,33 @@ DEVICE void write_table(const TableSums& d_table, float* shared, float* d_rel) {
     d_rel[static_cast<long long>(block_row() * block_count() + block_index()) * TABLE_ROWS * KEY + i] = shared[i];
 }
 
-// The gradient of a batch norm's input, a dY + b Y + c; read(slot, pixel) gives Y.
-template <class Read>
-DEVICE auto norm_gradient(const float* coefficients, int channels, Read read) {
-  return Moves{read, [=](float(&d_out)[ACCESS], const Access& second, int, int) {
-                 float input[ACCESS], a[ACCESS], b[ACCESS], c[ACCESS];
-                 to_floats(input, second);
-                 load_floats(a, coefficients);
-                 load_floats(b, coefficients + channels);
-                 load_floats(c, coefficients + 2 * channels);
-#pragma unroll
-                 for (int i = 0; i < ACCESS; ++i) d_out[i] = a[i] * d_out[i] + b[i] * input[i] + c[i];
-               }};
-}
-
 // Brings lines into shared memory. Those that need no change on the way go first: they travel while others are waited for.
 DEVICE void load_lines(const Tiles& tiles, const Lines& lines, const Arguments& arguments) {
   const int first_channel = lines.first_head * VALUE, channels = arguments.heads * VALUE;
   copy_in<KEY>(tiles.queries, arguments.queries, lines);
   if constexpr (CONTENT_KEYS) copy_in<KEY>(tiles.keys, arguments.keys, lines);
-  if constexpr (PREFETCH || !NORM_VALUES) copy_in<VALUE>(tiles.values, arguments.values, lines);
-  if constexpr (PREFETCH && NORM_GRADIENT) copy_in<VALUE>(tiles.second, arguments.second, lines);
+  if constexpr (!NORM_VALUES) copy_in<VALUE>(tiles.values, arguments.values, lines);
   if constexpr (POOL)
     copy_in_pooled<VALUE>(tiles.gradient, arguments.gradient, lines);
-  else if constexpr (PREFETCH || !NORM_GRADIENT)
-    copy_in<VALUE>(tiles.gradient, arguments.gradient, lines);
-  else
+  else if constexpr (NORM_GRADIENT)
     copy_in<VALUE>(tiles.gradient, arguments.gradient, lines, [&](int head, int channel) {
       const int own = head * VALUE + channel;
-      return norm_gradient(arguments.norm + first_channel + own, channels, [&, own](int slot, int pixel) {
-        return read_access(lines.start(arguments.second, slot, pixel, VALUE) + own);
-      });
+      const float* coefficients = arguments.norm + first_channel + own;
+      return Moves{[&, own](int slot, int pixel) { return read_access(lines.start(arguments.second, slot, pixel, VALUE) + own); },
+                   [=](float(&d_out)[ACCESS], const Access& second, int, int) {
+                     float input[ACCESS], a[ACCESS], b[ACCESS], c[ACCESS];
+                     to_floats(input, second);
+                     load_floats(a, coefficients);
+                     load_floats(b, coefficients + channels);
+                     load_floats(c, coefficients + 2 * channels);
+#pragma unroll
+                     for (int i = 0; i < ACCESS; ++i) d_out[i] = a[i] * d_out[i] + b[i] * input[i] + c[i];
+                   }};
     });
-  if constexpr (!PREFETCH && NORM_VALUES)
-    copy_in<VALUE>(tiles.values, arguments.values, lines, scale_and_shift(arguments.norm + first_channel, channels, VALUE));
-}
-
-// What could not be done on the way.
-DEVICE void change_lines(const Tiles& tiles, const Lines& lines, const Arguments& arguments) {
-  const int first_channel = lines.first_head * VALUE, channels = arguments.heads * VALUE;
+  else
+    copy_in<VALUE>(tiles.gradient, arguments.gradient, lines);
   if constexpr (NORM_VALUES)
-    change_in_place<VALUE>(tiles.values, lines, scale_and_shift(arguments.norm + first_channel, channels, VALUE));
-  if constexpr (NORM_GRADIENT)
-    change_in_place<VALUE>(tiles.gradient, lines, [&](int head, int channel) {
-      return norm_gradient(arguments.norm + first_channel + head * VALUE + channel, channels, [=](int slot, int pixel) {
-        return read_access(tiles.second.at(slot, pixel, head) + channel);
-      });
-    });
+    copy_in<VALUE>(tiles.values, arguments.values, lines, scale_and_shift(arguments.norm + first_channel, channels, VALUE));
 }
 
 // Takes the gradients of lines to global memory.
@@ -447,6 +420,7 @@ DEVICE void store_lines(const Tiles& tiles, const Lines& lines, const Arguments&
 KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
   SHARED_MEMORY(memory);
   T* const shared = reinterpret_cast<T*>(memory);
+  const Tiles tiles{{shared}, {shared + VALUE_TILE}, {shared + GRADIENT_TILE}, {shared + KEY_TILE}};
   T* const scores = shared + SCORES;
   T* const table = shared + TABLE;
   const int warp = warp_index(), row = lane_index() / 4, column = lane_index() % 4 * 2;
@@ -470,27 +444,11 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
   const int items = (arguments.total_lines + LINES - 1) / LINES;
   const int begin = static_cast<int>(static_cast<long long>(items) * block_index() / block_count());
   const int end = static_cast<int>(static_cast<long long>(items) * (block_index() + 1) / block_count());
-  if (PREFETCH && begin < end) {
-    lines.move_to(begin * LINES);
-    load_lines(tiles_at(shared), lines, arguments);
-  }
   for (int item = begin; item < end; ++item) {
-    const Tiles tiles = tiles_at(shared + (PREFETCH && (item - begin) % 2 ? TILES : 0));
     lines.move_to(item * LINES);
-    if constexpr (!PREFETCH) load_lines(tiles, lines, arguments);
+    load_lines(tiles, lines, arguments);
     wait_for_copies();
     block_barrier();
-    if constexpr (PREFETCH) {
-      if (item + 1 < end) {
-        Lines next = lines;
-        next.move_to((item + 1) * LINES);
-        load_lines(tiles_at(shared + ((item - begin) % 2 ? 0 : TILES)), next, arguments);
-      }
-      if constexpr (NORM_VALUES || NORM_GRADIENT) {
-        change_lines(tiles, lines, arguments);
-        block_barrier();
-      }
-    }
 
     ValueSums d_values[OWN_PAIRS] = {};
     differentiate_pixels<0>(d_values, d_table, tiles, scores, table, windows, turned);

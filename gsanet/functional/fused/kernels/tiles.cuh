@@ -267,29 +267,6 @@ DEVICE void copy_in(TileType tile, const Map& map, const Lines& lines, Change ch
   });
 }
 
-// The same change for a tile that is here already; what else is read may be here too.
-template <int WIDTH, class TileType, class Change>
-DEVICE void change_in_place(TileType tile, const Lines& lines, Change change) {
-  Accesses<WIDTH>::visit([&](int head, int channel) {
-    auto changes = change(head, channel);
-    using Other = decltype(changes.read(0, 0));
-    struct Found {
-      Access access;
-      Other other;
-    };
-    return Moves{[=](int slot, int pixel) {
-                   return Found{read_access(tile.at(slot, pixel, head) + channel), changes.read(slot, pixel)};
-                 },
-                 [=, &lines](const Found& found, int slot, int pixel) {
-                   if (!lines.exists(slot)) return;  // zeros stay zeros
-                   float values[ACCESS];
-                   to_floats(values, found.access);
-                   changes.write(values, found.other, slot, pixel);
-                   write_access(tile.at(slot, pixel, head) + channel, values);
-                 }};
-  });
-}
-
 // The gradient of a mean of 2 x 2 pixels: each pixel gets a quarter of its group's.
 template <int WIDTH, class TileType>
 DEVICE void copy_in_pooled(TileType tile, const Map& map, const Lines& lines) {
