@@ -139,9 +139,8 @@ class GSAResNet(ByobNet):
         img_size: The image size that the tables of relative positions are made for. Smaller images work as they are.
         output_stride: Total stride of the network; attention needs no dilation to keep a larger map.
         kwargs: Fields of `ResNetSettings` and arguments of the attention module, over those of `cfg`; the rest are
-            timm's: `num_classes`, `in_chans`, `drop_rate`, `drop_path_rate`, `global_pool`, ... But for `zero_init_last`,
-            which is False here: residual branches that start at zero learn much more slowly in short schedules
-            (docs/initialisation.md).
+            timm's: `num_classes`, `in_chans`, `drop_rate`, `drop_path_rate`, `global_pool`, ... But `zero_init_last` is
+            False here: residual branches that start at zero learn more slowly (docs/initialisation.md).
     """
 
     stem: Any
