@@ -7,13 +7,18 @@ import pytest
 
 from gsanet.paper.structure import structure
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = {
+    f"{page.name}-{number}": block
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+}
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[str(number) for number in range(len(BLOCKS))])
-def test_code_blocks_run(block):
-    exec(compile(block, "README.md", "exec"), {})
+@pytest.mark.parametrize("name", BLOCKS)
+def test_code_blocks_run(name):
+    exec(compile(BLOCKS[name], name, "exec"), {})
 
 
 def test_structure_table_is_what_is_counted():
