@@ -139,8 +139,7 @@ class GSAResNet(ByobNet):
         img_size: The image size that the tables of relative positions are made for. Smaller images work as they are.
         output_stride: Total stride of the network; attention needs no dilation to keep a larger map.
         kwargs: Fields of `ResNetSettings` and arguments of the attention module, over those of `cfg`; the rest are
-            timm's: `num_classes`, `in_chans`, `drop_rate`, `drop_path_rate`, `global_pool`, ... But `zero_init_last` is
-            False here: residual branches that start at zero learn more slowly (docs/initialisation.md).
+            timm's: `num_classes`, `in_chans`, `drop_rate`, `drop_path_rate`, `global_pool`, `zero_init_last`, ...
     """
 
     stem: Any
@@ -158,7 +157,6 @@ class GSAResNet(ByobNet):
             settings = replace(settings, attention=GlobalSelfAttention)
         attention_kwargs = take(kwargs, _options(settings.attention))
         check_options(kwargs, [*_options(settings.attention), *(field.name for field in fields(cfg))])
-        kwargs.setdefault("zero_init_last", False)
         byo = settings.to_byo(img_size or 224, output_stride, attention_kwargs)
         # timm's stems have a stride of 2, or 4 with a max-pool. Where ours has another, what timm counts from it is
         # scaled.
