@@ -267,7 +267,10 @@ def attention_map_gradient(
     batch, height, width = q.shape[:3]
     d_projected = q.new_empty(batch, height, width, weight.shape[0])
     d_q, d_k, d_v = _split(d_projected, heads, dim_key, content)
-    d_out = d_out.permute(0, 2, 3, 1).contiguous().unflatten(-1, (heads, -1))
+    d_out = d_out.permute(0, 2, 3, 1).contiguous()
+    if d_out.data_ptr() % 16:
+        d_out = d_out.clone()  # the sums of channels need whole accesses
+    d_out = d_out.unflatten(-1, (heads, -1))
     d_normalised = torch.empty_like(column)
     pool = stride == 2
     row = calls.attend_gradient(
