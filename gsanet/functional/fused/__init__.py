@@ -92,7 +92,7 @@ def refuses(operation: Operation, *tensors: Tensor, **settings: object) -> str |
         return _refuses_map(*tensors, **settings)  # type: ignore[arg-type]
     q, v = first, tensors[2 if operation == "content_attention" else 1]
     for width in (q.shape[4], v.shape[4]):
-        if width not in WIDTHS:
+        if not WIDTHS[0] <= width <= WIDTHS[-1]:  # torch.compile may have it as a symbol, which is in no range
             return f"its kernels take heads of {WIDTHS[0]} to {WIDTHS[-1]} channels, not {width}"
     if operation == "positional_attention":
         if max(q.shape[1:3]) > LONGEST:
@@ -130,9 +130,8 @@ def _refuses_map(
         return f"its kernel of the whole module takes heads of a multiple of 8 channels, not {dim_key // num_heads}"
     if x.shape[0] == 0 or x.shape[0] * height * width < 2:
         return "there is nothing to normalise"
-    for axis in ("column", "row"):
-        if not ops.fits(x, (height, width, num_heads, dim_key // num_heads, dim_value // num_heads), axis, backward=True):
-            return f"a line of a map of {height} x {width} pixels does not fit into the registers of its gradient's kernel"
+    if not ops.fits_module(x, (height, width, num_heads, dim_key // num_heads, dim_value // num_heads), stride):
+        return f"a line of a map of {height} x {width} pixels does not fit into shared memory, or into its gradient's registers"
     return None
 
 

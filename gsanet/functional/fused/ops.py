@@ -4,6 +4,7 @@
 module, from the feature map to the pooled output: the projection, both branches and the batch norm between the axes.
 """
 
+from operator import index
 from typing import Any
 
 import torch
@@ -89,20 +90,38 @@ def fits(like: Tensor, shape: tuple[int, int, int, int, int], axis: str, backwar
         like: A tensor of the dtype and device in question.
         shape: (height, width, heads, k, v).
         axis: The axis.
-        backward: The gradient's kernel, with all that the whole module needs besides.
+        backward: The gradient's kernel.
     """
-    return _fits(like.dtype, like.device.index or 0, *shape, axis, backward)
+    # torch.compile may have the sizes as symbols: `index` makes them numbers, for which it then compiles.
+    return _fits(like.dtype, like.device.index or 0, *map(index, shape), axis, backward)
+
+
+def fits_module(like: Tensor, shape: tuple[int, int, int, int, int], stride: int) -> bool:
+    """The same for all kernels of a whole module, with all that they do besides."""
+    return _fits_module(like.dtype, like.device.index or 0, *map(index, shape), stride)
 
 
 @torch.compiler.assume_constant_result
 def _fits(
-    dtype: torch.dtype, index: int, height: int, width: int, heads: int, key: int, value: int, axis: str, backward: bool
+    dtype: torch.dtype, device: int, height: int, width: int, heads: int, key: int, value: int, axis: str, backward: bool
 ) -> bool:
-    shape = Shape(dtype, heads, key, value, vector=False)
-    features = {"content_keys": True} if backward else {}
-    length = height if axis == "column" else width
-    machine = calls.machine(torch.device("cuda", index))
-    return plan_line(machine, shape, length, 1, backward=backward, **features) is not None
+    machine, shape = calls.machine(torch.device("cuda", device)), Shape(dtype, heads, key, value, vector=False)
+    return plan_line(machine, shape, height if axis == "column" else width, 1, backward=backward) is not None
+
+
+@torch.compiler.assume_constant_result
+def _fits_module(
+    dtype: torch.dtype, device: int, height: int, width: int, heads: int, key: int, value: int, stride: int
+) -> bool:
+    machine, shape = calls.machine(torch.device("cuda", device)), Shape(dtype, heads, key, value, vector=False)
+    pool = stride == 2
+    plans = (
+        plan_line(machine, shape, height, 1, backward=False, statistics=True),
+        plan_line(machine, shape, width, 1, backward=False, norm_values=True, content=True, pool=pool),
+        plan_line(machine, shape, width, 1, backward=True, statistics=True, pool=pool),
+        plan_line(machine, shape, height, 1, backward=True, content_keys=True),
+    )
+    return all(plan is not None for plan in plans)
 
 
 @torch.library.custom_op("gsanet::content_attention", mutates_args=())
