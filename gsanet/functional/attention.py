@@ -135,13 +135,20 @@ def global_self_attention_map(
         (batch, dim_out, ceil(height / stride), ceil(width / stride)), channels-last.
     """
     checks.check_feature_map(x, weight.shape[1])
+    maps: tuple[Tensor, ...] = (x, weight)
+    tables = {"rel_column": rel_column, "rel_row": rel_row}
     if (dtype := _autocast_dtype(x)) is not None:
-        tables = (None if rel is None else rel.to(dtype) for rel in (rel_column, rel_row))
-        wholes = (*_cast(dtype, x, weight), *tables)
-    else:
-        wholes = (x, weight, rel_column, rel_row)
+        maps = _cast(dtype, *maps)
+        tables = {name: None if rel is None else rel.to(dtype) for name, rel in tables.items()}
+    wholes = (*maps, *tables.values())
     settings = {"num_heads": num_heads, "dim_key": dim_key, "content": content, "reach": reach, "stride": stride}
     if (whole := select_whole(*wholes, norm, **settings)) is not None:
+        # Layer by layer each function checks its own.
+        checks.check_reach(reach)
+        given = {name: rel for name, rel in tables.items() if rel is not None}
+        for name, rel in given.items():
+            checks.check_table(name, rel, dim_key // num_heads)
+        checks.check_same_kind(x=maps[0], weight=maps[1], **given)
         with torch.autocast(x.device.type, enabled=False):
             return whole(*wholes, norm, **settings)
     keys = dim_key if content else 0

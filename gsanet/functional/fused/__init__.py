@@ -39,6 +39,9 @@ def attention_map(
 ) -> Tensor:
     """As `gsanet.functional.global_self_attention_map`; the norm is a batch norm."""
     assert isinstance(norm, nn.BatchNorm2d)
+    for tensor in (norm.weight, norm.running_mean):
+        if tensor is not None and tensor.device != x.device:
+            raise TypeError(f"the norm must be on the input's device, {x.device}, but it is on {tensor.device}")
     rel_column, rel_row = (
         fit_table(rel, length, reach) for rel, length in zip((rel_column, rel_row), x.shape[2:], strict=True)
     )
@@ -120,18 +123,20 @@ def _refuses_map(
         return "its kernel of the whole module takes columns and rows together"
     if type(norm) is not nn.BatchNorm2d:
         return f"its kernel of the whole module has a batch norm inside, not {type(norm).__name__}"
+    dim_value = weight.shape[0] - dim_key * (2 if content else 1)
+    if norm.num_features != dim_value:
+        return f"the norm is for {norm.num_features} channels, not {dim_value}"
     if norm._forward_hooks or norm._forward_pre_hooks:
         return "the norm has hooks, which a kernel would pass by"
     height, width = x.shape[2:]
     if stride not in (1, 2) or (stride == 2 and (height % 2 or width % 2 or num_heads > 8)):
         return f"its kernel of the whole module pools 2 x 2 pixels of even maps, not by {stride} on {height} x {width}"
-    dim_value = weight.shape[0] - dim_key * (2 if content else 1)
     if dim_key % (8 * num_heads) or dim_value % (8 * num_heads) or max(dim_key, dim_value) > 1024:
         return f"its kernel of the whole module takes heads of a multiple of 8 channels, not {dim_key // num_heads}"
     if x.shape[0] == 0 or x.shape[0] * height * width < 2:
         return "there is nothing to normalise"
     if not ops.fits_module(x, (height, width, num_heads, dim_key // num_heads, dim_value // num_heads), stride):
-        return f"a line of a map of {height} x {width} pixels does not fit into shared memory, or into its gradient's registers"
+        return f"a line of a map of {height} x {width} pixels does not fit into the memory or registers of its kernels"
     return None
 
 

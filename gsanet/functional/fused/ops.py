@@ -221,6 +221,7 @@ def attention_map(
         The output, the output of the column layer, `applied`, and the four tensors of the context vectors.
     """
     q, k, v = _project(x, weight, heads, dim_key, content)
+    rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()
     vectors = calls.context_vectors(k, v) if k is not None else _no_context(x)
     column, statistics = calls.attend(q, v, rel_column, "column", centre=centre if applied is None else None)
     if statistics is not None:
@@ -284,6 +285,7 @@ def attention_map_gradient(
     """
     q, k, v = _project(x, weight, heads, dim_key, content)
     batch, height, width = q.shape[:3]
+    rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()
     d_projected = q.new_empty(batch, height, width, weight.shape[0])
     d_q, d_k, d_v = _split(d_projected, heads, dim_key, content)
     d_out = d_out.permute(0, 2, 3, 1).contiguous()
