@@ -39,6 +39,13 @@ class Kernels:
         """The constants of each launch of a kernel."""
         return [dict(plan.kernel.constants) for plan in self.launched if plan.kernel.entry == entry]
 
+    def other_orders(self) -> Iterator[None]:
+        """Once for each other order that the host knows; none on a GPU."""
+        for order in ("reverse", "random:1") if self.device == "cpu" else ():
+            self.order = order
+            yield
+        self.order = "forward"
+
     @contextlib.contextmanager
     def running(self, poison: bool = True) -> Iterator[None]:
         """Prefer the kernels; `poison`: memory that is allocated and not initialised is full of NaN."""
@@ -105,6 +112,7 @@ def as_on_gpu(monkeypatch) -> None:
 
 def _gpu(monkeypatch) -> Kernels:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     kernels = Kernels("cuda")
     really_launch = calls.launch
 

@@ -1,7 +1,7 @@
 """The kernels against `reference` in float64: outputs and every gradient, through the public functions and the module.
 
-Each test runs the kernels' own source twice: on the host stand-in, which needs a C++ compiler and no GPU, and, where there
-is one, on the GPU, with more and larger shapes. With any NVIDIA card of compute capability 8.0 or more:
+Each test runs the kernels' own source twice: on the host stand-in, which needs a C++ compiler and no GPU, and, where
+there is one, on the GPU, with more and larger shapes. With any NVIDIA card of compute capability 8.0 or more:
 
     python -m pytest -n 8 -k gpu tests/functional/fused/test_kernels.py
 
@@ -32,7 +32,6 @@ from gsanet.functional.fused.plan import Machine
 
 FLOAT, BF16, HALF = torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {FLOAT: 2e-5, BF16: 1e-2, HALF: 2e-3}
-ORDERS = ("reverse", "random:1")  # besides the usual one
 
 
 def seeded(seed=0):
@@ -89,9 +88,8 @@ def check_function(kernels, function, *shapes, dtype, d_out=None):
         assert all(one.dtype == dtype for one in found)
         for number, (one, other) in enumerate(zip(found, expected, strict=True)):
             check_close("output" if number == 0 else f"gradient of argument {number}", one, other, dtype)
-        for kernels.order in ORDERS if kernels.device == "cpu" else ():
+        for _ in kernels.other_orders():
             assert same_bits(run(function, leaves, d_out), found), f"{kernels.order} order differs"
-    kernels.order = "forward"
 
 
 def check_positional(kernels, dtype, size, heads, key, value, axis, *, table=None, reach=None):
@@ -333,7 +331,7 @@ def check_module(kernels, module, dtype, batch, size, *, memory_format=torch.cha
         d_out = d_out.to(kernels.device, memory_format=memory_format)
     with use_backend("reference"):
         expected = step(exact, x.double(), d_out.double())
-    copies = [copy.deepcopy(module) for _ in ORDERS]
+    before = copy.deepcopy(module)
     with kernels.running():
         found = step(module, x, d_out)
         assert kernels.entries >= {"line_forward", "line_backward"}
@@ -344,9 +342,9 @@ def check_module(kernels, module, dtype, batch, size, *, memory_format=torch.cha
                 assert torch.equal(value, expected[name])
             else:
                 check_close(name, value, expected[name], dtype)
-        for kernels.order, again in zip(ORDERS if kernels.device == "cpu" else (), copies, strict=False):
-            assert same_bits(step(again, x, d_out).values(), found.values()), f"{kernels.order} order differs"
-    kernels.order = "forward"
+        for _ in kernels.other_orders():
+            again = step(copy.deepcopy(before), x, d_out)
+            assert same_bits(again.values(), found.values()), f"{kernels.order} order differs"
     return found
 
 
@@ -946,9 +944,10 @@ def check_training(kernels, model, x, target, steps, rate):
         found = losses(model, x, target, steps, rate)
     assert {"line_forward", "line_backward", "norm_gradient"} <= kernels.entries
     assert expected[-1] < 0.8 * expected[0]  # it learns
-    # Rounding grows from step to step; a wrong gradient would show in the second one.
+    # Rounding grows from step to step. A gradient of one module that is wrong by 1 % makes a difference of 4e-5 in the
+    # second step.
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-        allowed = (1e-4 if number < 5 else 2e-2) * expected[0]
+        allowed = (1e-5 if number < 8 else 2e-3) * expected[0]
         assert abs(one - other) <= allowed, f"step {number}: {one} and {other}"
 
 
@@ -962,7 +961,12 @@ def test_training_of_one_module(kernels):
 
 def test_training_of_a_network_on_gpu(gpu):
     torch.manual_seed(0)
-    model = gsanet.create_model("gsa_resnet26", img_size=32, stem="3x3/1", num_classes=10, widths=(64, 64, 128, 128))
+    options = {"depths": (1, 1, 1, 1), "widths": (64, 64, 128, 128), "stem": "3x3/1", "zero_init_last": False}
+    model = gsanet.create_model("gsa_resnet26", img_size=32, num_classes=10, **options)
+    for name, module in model.named_modules():
+        if name.endswith("conv3_1x1.bn"):
+            # Attention takes part from the start, and not so much that rounding errors grow with every step.
+            nn.init.constant_(module.weight, 0.2)
     x = normal(16, 3, 32, 32, dtype=FLOAT)
     check_training(gpu, model.to(memory_format=torch.channels_last), x, torch.arange(16) % 10, 50, 0.01)
 
@@ -977,10 +981,10 @@ def explain_map(dim, size, *, dtype=FLOAT, batch=2, prepare=lambda module: None,
 
 
 def explain_module(module, x):
-    return explain_backend(
-        "global_self_attention_map", x, module.qkv.weight.flatten(1), module.rel_column, module.rel_row, module.norm,
-        num_heads=module.num_heads, dim_key=module.dim_key, content=module.content, reach=module.reach, stride=module.stride,
-    )  # fmt: skip
+    names = ("num_heads", "dim_key", "content", "reach", "stride")
+    tensors = x, module.qkv.weight.flatten(1), module.rel_column, module.rel_row
+    settings = {name: getattr(module, name) for name in names}
+    return explain_backend("global_self_attention_map", *tensors, module.norm, **settings)
 
 
 def explain_positional(*shape, dtype=FLOAT, value=None, device="cpu"):
