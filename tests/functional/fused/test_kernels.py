@@ -428,6 +428,7 @@ def test_statistics_far_from_zero(kernels):
     assert relative_error(module.norm.running_var, exact.norm.running_var) < 2e-4
 
 
+@pytest.mark.filterwarnings("ignore:a map of 10x8 is larger")
 @pytest.mark.parametrize("size", [(5, 4), (10, 8)])
 def test_maps_of_another_size(kernels, size):
     """Smaller maps use the middle of the tables; larger ones see no further than they reach."""
@@ -628,15 +629,14 @@ def opcheck_arguments(device):
     (x,) = maps(1, 2, 5, 6, 4)
     weight_bias = maps(2, 16)
     centre = torch.zeros(16, device=device)
-    for content in (True, False):
-        for stride in (1, 2):
-            weight = normal(48 if content else 32, 5, dtype=FLOAT).to(device).requires_grad_()
-            settings = (2, 16, content, stride)
-            yield ops.attention_map, (x, weight, column, row, *weight_bias, centre, None, *settings, 1e-5)
-            tensors = [one.detach() for one in (x, weight, column, row)]
-            out, *kept = ops.attention_map(*tensors, None, None, centre, None, *settings, 1e-5)
-            yield ops.attention_map, (*tensors, None, None, centre, kept[1], *settings, 1e-5)
-            yield ops.attention_map_gradient, (torch.ones_like(out), *tensors, *kept, *settings, False)
+    for content, stride in ((True, 1), (False, 2)):
+        weight = normal(48 if content else 32, 5, dtype=FLOAT).to(device).requires_grad_()
+        settings = (2, 16, content, stride)
+        yield ops.attention_map, (x, weight, column, row, *weight_bias, centre, None, *settings, 1e-5)
+        tensors = [one.detach() for one in (x, weight, column, row)]
+        out, *kept = ops.attention_map(*tensors, None, None, centre, None, *settings, 1e-5)
+        yield ops.attention_map, (*tensors, None, None, centre, kept[1], *settings, 1e-5)
+        yield ops.attention_map_gradient, (torch.ones_like(out), *tensors, *kept, *settings, False)
 
 
 def test_operators_are_registered_as_they_should_be(kernels):
