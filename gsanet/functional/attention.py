@@ -144,11 +144,12 @@ def global_self_attention_map(
     for name, values in {"norm": norm, "finish": finish}.items():
         if isinstance(values, Tensor):
             checks.check_scale_and_shift(name, values, weight.shape[0] - dim_key - keys)
+    maps: tuple[Tensor, ...] = (x, weight)
+    tables = {"rel_column": rel_column, "rel_row": rel_row}
     if (dtype := _autocast_dtype(x)) is not None:
-        tables = (None if rel is None else rel.to(dtype) for rel in (rel_column, rel_row))
-        wholes = (*_cast(dtype, x, weight), *tables)
-    else:
-        wholes = (x, weight, rel_column, rel_row)
+        maps = _cast(dtype, *maps)
+        tables = {name: None if rel is None else rel.to(dtype) for name, rel in tables.items()}
+    wholes = (*maps, *tables.values())
     settings = {
         "finish": finish,
         "num_heads": num_heads,
@@ -158,6 +159,12 @@ def global_self_attention_map(
         "stride": stride,
     }
     if (whole := select_whole(*wholes, norm, **settings)) is not None:
+        # Layer by layer each function checks its own.
+        checks.check_reach(reach)
+        given = {name: rel for name, rel in tables.items() if rel is not None}
+        for name, rel in given.items():
+            checks.check_table(name, rel, dim_key // num_heads)
+        checks.check_same_kind(x=maps[0], weight=maps[1], **given)
         with torch.autocast(x.device.type, enabled=False):
             return whole(*wholes, norm, **settings)
     projected = F.linear(x.permute(0, 2, 3, 1), weight)  # b, x, y, q | k | v

@@ -47,6 +47,9 @@ def attention_map(
             x, weight, rel_column, rel_row, norm, finish, num_heads, dim_key, content, stride
         )  # fmt: skip
     assert isinstance(norm, nn.BatchNorm2d)
+    for tensor in (norm.weight, norm.running_mean):
+        if tensor is not None and tensor.device != x.device:
+            raise TypeError(f"the norm must be on the input's device, {x.device}, but it is on {tensor.device}")
     norm_weight, norm_bias = (None if tensor is None else tensor.float() for tensor in (norm.weight, norm.bias))
     from_batch = norm.training or norm.running_mean is None
     applied = None if from_batch else _applied(norm, norm_weight, norm_bias)
@@ -102,7 +105,7 @@ def refuses(operation: Operation, *tensors: Tensor, **settings: object) -> str |
         return _refuses_map(*tensors, **settings)  # type: ignore[arg-type]
     q, v = first, tensors[2 if operation == "content_attention" else 1]
     for width in (q.shape[4], v.shape[4]):
-        if width not in WIDTHS:
+        if not WIDTHS[0] <= width <= WIDTHS[-1]:  # torch.compile may have it as a symbol, which is in no range
             return f"its kernels take heads of {WIDTHS[0]} to {WIDTHS[-1]} channels, not {width}"
     if operation == "positional_attention":
         if max(q.shape[1:3]) > LONGEST:
@@ -140,6 +143,8 @@ def _refuses_map(
         return "its kernel of the whole module has a last scale, shift and ReLU only where the norm is one too"
     if type(norm) is not nn.BatchNorm2d:
         return f"its kernel of the whole module has a batch norm inside, not {type(norm).__name__}"
+    if norm.num_features != dim_value:
+        return f"the norm is for {norm.num_features} channels, not {dim_value}"
     if norm._forward_hooks or norm._forward_pre_hooks:
         return "the norm has hooks, which a kernel would pass by"
     if dim_key % (8 * num_heads) or dim_value % (8 * num_heads) or max(dim_key, dim_value) > 1024:
@@ -147,7 +152,7 @@ def _refuses_map(
     if x.shape[0] == 0 or x.shape[0] * height * width < 2:
         return "there is nothing to normalise"
     if not ops.fits_module(x, shape, stride):
-        return f"a line of a map of {height} x {width} pixels does not fit into shared memory or registers"
+        return f"a line of a map of {height} x {width} pixels does not fit into the memory or registers of its kernels"
     return None
 
 
@@ -161,7 +166,7 @@ def _refuses_inference(
     if any(tensor.dtype != torch.float32 for tensor in fixed):
         return f"its kernels take scales and shifts in float32, not {', '.join(str(tensor.dtype) for tensor in fixed)}"
     height, width, _, *channels = shape
-    if any(count not in WIDTHS for count in channels):
+    if not WIDTHS[0] <= min(channels) <= max(channels) <= WIDTHS[-1]:
         return f"its kernels take heads of {WIDTHS[0]} to {WIDTHS[-1]} channels, not {channels[0]} and {channels[1]}"
     if x.numel() == 0:
         return "the map is empty"

@@ -57,4 +57,5 @@ def line_map(tensor: Tensor, axis: Axis) -> Map:
 
 def pixel_map(tensor: Tensor) -> Map:
     """A map (batch, x, y, ...) as one line of pixels for each image: rows must follow each other."""
-    return Map(tensor.data_ptr(), tensor.stride(0), 0, tensor.stride(2))
+    # A dimension of length 1 may have any stride.
+    return Map(tensor.data_ptr(), tensor.stride(0), 0, tensor.stride(2 if tensor.shape[2] > 1 else 1))

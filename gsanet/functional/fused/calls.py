@@ -326,7 +326,7 @@ def context_gradient(
 def _sum_over_pixels(left: Tensor, right: Tensor, *, softmax: bool, pool: bool, **tensors: Tensor) -> None:
     batch, height, width, heads, _ = left.shape
     shape = shape_of(left, right)
-    plans = plan_context(shape, height * width, batch, softmax=softmax, pool=pool)
+    plans = plan_context(_machine(left), shape, height * width, batch, softmax=softmax, pool=pool)
     pieces = plans[0].grid[0] // batch
     if pieces > 1:
         tensors["partial"] = left.new_empty(batch * pieces, heads, shape.key, shape.value, dtype=torch.float32)

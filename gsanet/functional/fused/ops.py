@@ -6,6 +6,7 @@ module, from the feature map to the pooled output: the projection, both branches
 """
 
 import functools
+from operator import index
 from typing import Any
 
 import torch
@@ -94,25 +95,19 @@ def fits(like: Tensor, shape: tuple[int, int, int, int, int], axis: str, backwar
         backward: The gradient's kernel.
         pool: Whether the output is pooled.
     """
-    return _fits(like.dtype, like.device.index or 0, *shape, axis, backward, "pool" if pool else "")
+    # torch.compile may have the sizes as symbols: `index` makes them numbers, for which it then compiles.
+    return _fits(like.dtype, like.device.index or 0, *map(index, shape), axis, backward, pool)
 
 
 def fits_module(like: Tensor, shape: tuple[int, int, int, int, int], stride: int) -> bool:
-    """Whether the kernels of a whole module do, with all that they take on besides."""
-    pool = " pool" if stride == 2 else ""
-    kernels = (
-        ("column", True, "content_keys"),
-        ("row", True, f"statistics{pool}"),
-        ("column", False, ""),
-        ("row", False, pool),
-    )
-    return all(_fits(like.dtype, like.device.index or 0, *shape, *kernel) for kernel in kernels)
+    """The same for all kernels of a whole module, with all that they do besides."""
+    return _fits_module(like.dtype, like.device.index or 0, *map(index, shape), stride)
 
 
 @torch.compiler.assume_constant_result
 def _fits(
     dtype: torch.dtype,
-    index: int,
+    device: int,
     height: int,
     width: int,
     heads: int,
@@ -120,12 +115,25 @@ def _fits(
     value: int,
     axis: str,
     backward: bool,
-    features: str,
+    pool: bool,
 ) -> bool:
-    shape = Shape(dtype, heads, key, value, vector=False)
-    length = height if axis == "column" else width
-    machine = calls.machine(torch.device("cuda", index))
-    return plan_line(machine, shape, length, 1, backward=backward, **dict.fromkeys(features.split(), True)) is not None
+    machine, shape = calls.machine(torch.device("cuda", device)), Shape(dtype, heads, key, value, vector=False)
+    return plan_line(machine, shape, height if axis == "column" else width, 1, backward=backward, pool=pool) is not None
+
+
+@torch.compiler.assume_constant_result
+def _fits_module(
+    dtype: torch.dtype, device: int, height: int, width: int, heads: int, key: int, value: int, stride: int
+) -> bool:
+    machine, shape = calls.machine(torch.device("cuda", device)), Shape(dtype, heads, key, value, vector=False)
+    pool = stride == 2
+    plans = (
+        plan_line(machine, shape, height, 1, backward=False, statistics=True),
+        plan_line(machine, shape, width, 1, backward=False, norm_values=True, content=True, pool=pool),
+        plan_line(machine, shape, width, 1, backward=True, statistics=True, pool=pool),
+        plan_line(machine, shape, height, 1, backward=True, content_keys=True),
+    )
+    return all(plan is not None for plan in plans)
 
 
 @torch.library.custom_op("gsanet::content_attention", mutates_args=())
@@ -238,6 +246,7 @@ def _attention_map(
         The output, the output of the column layer, `applied`, and the four tensors of the context vectors.
     """
     q, k, v = _project(x, weight, heads, dim_key, content)
+    rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()
     vectors = calls.context_vectors(k, v) if k is not None else _no_context(x)
     column, statistics = calls.attend(q, v, rel_column, "column", centre=centre if applied is None else None)
     if statistics is not None:
@@ -302,9 +311,13 @@ def _attention_map_gradient(
     """
     q, k, v = _project(x, weight, heads, dim_key, content)
     batch, height, width = q.shape[:3]
+    rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()
     d_projected = q.new_empty(batch, height, width, weight.shape[0])
     d_q, d_k, d_v = _split(d_projected, heads, dim_key, content)
-    d_out = d_out.permute(0, 2, 3, 1).contiguous().unflatten(-1, (heads, -1))
+    d_out = d_out.permute(0, 2, 3, 1).contiguous()
+    if d_out.data_ptr() % 16:
+        d_out = d_out.clone()  # the sums of channels need whole accesses
+    d_out = d_out.unflatten(-1, (heads, -1))
     d_normalised = torch.empty_like(column)
     pool = stride == 2
     row = calls.attend_gradient(

@@ -13,6 +13,7 @@ from gsanet.functional.fused.compiler import Specialisation, specialise
 SCALARS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 BAND = 64  # pixels of a line whose scores are held at a time
 LONGEST = 320  # pixels of a line
+CONTEXT_WARPS = 8
 WIDTHS = range(4, 129)  # channels of a head
 
 
@@ -183,16 +184,18 @@ def _backward_warps(shape: Shape, length: int, pairs: int, fitting: int, content
 
 
 @functools.cache
-def plan_context(shape: Shape, pixels: int, images: int, *, softmax: bool, pool: bool) -> tuple[Launch, ...]:
+def plan_context(
+    machine: Machine, shape: Shape, pixels: int, images: int, *, softmax: bool, pool: bool
+) -> tuple[Launch, ...]:
     """The sums over pixels of content attention, and how their pieces are combined if there are several."""
     widest = max(shape.key, shape.value)
     heads = max(n for n in range(1, shape.heads + 1) if shape.heads % n == 0 and (n == 1 or n * widest <= 64))
     most = 16384 // max(64, heads * widest)
     pieces = 1 if pixels <= most else -(-2 * pixels // most)  # small ones leave room for several blocks
+    while (shared := _context_memory(shape, heads, -(-pixels // pieces))) > machine.shared_memory:
+        pieces += 1  # padding may take more than the channels themselves
     length = -(-pixels // pieces)
-    warps = 8
-    tiles = sum(shape.tile(shape.padded(width), heads, 1, length) for width in (shape.key, shape.value))
-    shared = (tiles + 16) * shape.size + 4 * (32 * warps * 16 // shape.size + heads * shape.key)
+    pieces = -(-pixels // length)  # none is empty
     constants: dict[str, int | str] = {
         "SCALAR": SCALARS[shape.dtype],
         "LENGTH": length,
@@ -200,7 +203,7 @@ def plan_context(shape: Shape, pixels: int, images: int, *, softmax: bool, pool:
         "VALUE": shape.value,
         "HEADS": heads,
         "LINES": 1,
-        "WARPS": warps,
+        "WARPS": CONTEXT_WARPS,
         "BLOCKS": 3 if widest <= 16 else 2,
         "VECTOR": shape.vector,
         "SOFTMAX": softmax,
@@ -208,11 +211,16 @@ def plan_context(shape: Shape, pixels: int, images: int, *, softmax: bool, pool:
         "WHOLE": pieces == 1,
     }
     partial = specialise("context.cu", "context_partial", **constants)
-    launches = [Launch(partial, (images * pieces, shape.heads // heads), 32 * warps, _round_up(shared, 16))]
+    launches = [Launch(partial, (images * pieces, shape.heads // heads), 32 * CONTEXT_WARPS, shared)]
     if pieces > 1:
         combine = specialise("context.cu", "context_combine" if softmax else "context_gradient", **constants)
-        launches.append(Launch(combine, (images * shape.heads, 1), 32 * warps, 0))
+        launches.append(Launch(combine, (images * shape.heads, 1), 32 * CONTEXT_WARPS, 0))
     return tuple(launches)
+
+
+def _context_memory(shape: Shape, heads: int, length: int) -> int:
+    tiles = sum(shape.tile(shape.padded(width), heads, 1, length) for width in (shape.key, shape.value))
+    return _round_up((tiles + 16) * shape.size + 4 * (32 * CONTEXT_WARPS * 16 // shape.size + heads * shape.key), 16)
 
 
 @functools.cache

@@ -245,9 +245,9 @@ DEVICE void add_content_to_queries(QueryTile queries, ValueTile gradient, int pa
         multiply(sums,
                  load_left<T, VALUE_DEPTH>([&](int pixel) { return gradient.of_pair(pair, i * 16 + pixel) + step * VALUE_DEPTH; }),
                  right[step]);
-      // Rows past the line are padding, which stays zero: so is the gradient there.
-      store_two(upper, sums[0], sums[1]);
-      store_two(lower, sums[2], sums[3]);
+      // Rows past the line are padding, which stays zero even if the context vectors are not finite.
+      if (i * 16 + row < LENGTH) store_two(upper, sums[0], sums[1]);
+      if (i * 16 + row + 8 < LENGTH) store_two(lower, sums[2], sums[3]);
     }
   }
 }

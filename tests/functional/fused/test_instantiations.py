@@ -1,0 +1,96 @@
+"""Every kernel that the networks launch compiles for the GPUs that they run on, and fits there; no GPU is needed.
+
+Which kernels these are is found by running each kind of module that a network has, in training and in evaluation in
+bfloat16, with a launcher that only writes down what it is asked for. It takes less than two minutes on two cores, once:
+compiled kernels are kept (see `gsanet.functional.fused.compiler`).
+"""
+
+import functools
+
+import pytest
+import torch
+
+import gsanet
+from gsanet.functional.fused.compiler import compile_all, unavailable
+from gsanet.functional.fused.plan import Launch, Machine
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+NETWORKS = {
+    "gsa_resnet26": {},
+    "gsa_resnet38": {},
+    "gsa_resnet50": {},
+    "gsa_resnet101": {},
+    "gsa_m_resnet50": {},
+    "gsa_resnet26_tiny": {"img_size": 32},
+    "gsa_resnet38 at 64 pixels": {"img_size": 64, "stem": "7x7/2"},
+}
+# An A100, an H200 and a B200.
+MACHINES = {
+    "sm_80": Machine(multiprocessors=108, shared_memory=163 * 1024, shared_memory_in_all=164 * 1024),
+    "sm_90": Machine(multiprocessors=132, shared_memory=227 * 1024, shared_memory_in_all=228 * 1024),
+    "sm_100": Machine(multiprocessors=148, shared_memory=227 * 1024, shared_memory_in_all=228 * 1024),
+}
+# Bytes that a thread stores to, or loads from, local memory because its registers are too few: not more than now, with
+# some room for another compiler.
+MOST_SPILLED = {"line_forward": 320, "line_backward": 1300}
+REGISTERS = 65536  # of a multiprocessor
+
+
+@functools.cache
+def kinds_of_modules(network: str) -> list[tuple[int, int, tuple[int, int], int, int, int]]:
+    model = gsanet.create_model(network.split()[0], **NETWORKS[network])
+    modules = [module for module in model.modules() if isinstance(module, gsanet.GlobalSelfAttention)]
+    return list(
+        dict.fromkeys(
+            (module.dim, module.dim_out, module.feat_size, module.stride, module.num_heads, module.dim_key)
+            for module in modules
+        )
+    )
+
+
+def launches(planned, network: str) -> list[Launch]:
+    """What one step of training and one of evaluation launch."""
+    planned.launched.clear()
+    for dim, *options in kinds_of_modules(network):
+        module = gsanet.GlobalSelfAttention(dim, *options, dtype=torch.bfloat16)
+        x = torch.zeros(1, dim, *module.feat_size, dtype=torch.bfloat16, requires_grad=True)
+        module(x).sum().backward()
+        module.eval()(x)
+    return list(dict.fromkeys(planned.launched))
+
+
+@pytest.mark.parametrize("architecture", MACHINES)
+def test_kernels_of_the_networks_compile_and_fit(planned, architecture):
+    machine = planned.machine = MACHINES[architecture]
+    # All networks at once: many of their kernels are the same, and none is compiled twice.
+    plans = list(dict.fromkeys(plan for name in NETWORKS for plan in launches(planned, name)))
+    binaries = compile_all([plan.kernel for plan in plans], architecture, workers=2)
+    assert {plan.kernel.entry for plan in plans} == {
+        "line_forward", "line_backward", "context_partial", "context_combine", "context_gradient",
+        "norm_statistics", "norm_gradient",
+    }  # fmt: skip
+    for plan in plans:
+        binary, constants = binaries[plan.kernel], dict(plan.kernel.constants)
+        blocks = constants["BLOCKS"]
+        assert binary.registers <= 255, plan
+        # They are given out by eights.
+        assert blocks * plan.threads * -(-binary.registers // 8) * 8 <= REGISTERS, plan
+        assert plan.shared_bytes + binary.shared <= machine.shared_memory, plan
+        if plan.kernel.entry.startswith("line"):
+            # As many blocks as it was compiled for fit at once; each takes a kilobyte more than it asks for.
+            assert blocks * (plan.shared_bytes + binary.shared + 1024) <= machine.shared_memory_in_all, plan
+        spilled = max(binary.spill_stores, binary.spill_loads)
+        assert spilled <= MOST_SPILLED.get(plan.kernel.entry, 0), f"{spilled} bytes: {plan.kernel}"
+
+
+def test_modules_run_as_one_call_on_an_h200(planned):
+    """No module of these networks falls back to several calls there."""
+    planned.machine = MACHINES["sm_90"]
+    for name in ("gsa_resnet50", "gsa_resnet38 at 64 pixels", "gsa_resnet26_tiny"):
+        entries = [plan.kernel.entry for plan in launches(planned, name)]
+        assert entries.count("norm_statistics") >= len({kind[1] for kind in kinds_of_modules(name)})
+        for plan in planned.launched:
+            constants = dict(plan.kernel.constants)
+            if plan.kernel.entry == "line_backward":
+                assert constants["NORM_VALUES"] or constants["NORM_GRADIENT"]
