@@ -68,7 +68,7 @@ def read_image(source: str | Path) -> Picture:
                 raise UnreadableImageError(f"{name} has {width}x{height} pixels: more than 100 megapixels are refused")
             frames = getattr(opened, "n_frames", 1)
             note = f"the first of {frames} frames" if frames > 1 else ""
-            return Picture(_to_rgb(ImageOps.exif_transpose(opened), name), note)
+            return Picture(_to_rgb(ImageOps.exif_transpose(opened), name, opened.format == "PNG"), note)
     except UnreadableImageError:
         raise
     except FileNotFoundError:
@@ -81,14 +81,16 @@ def read_image(source: str | Path) -> Picture:
         raise UnreadableImageError(f"{name} cannot be read: {error}") from error
 
 
-def _to_rgb(image: Image.Image, name: str) -> Image.Image:
+def _to_rgb(image: Image.Image, name: str, is_png: bool) -> Image.Image:
     mode = image.mode
-    if mode.startswith("I;16") or (mode == "I" and image.format in ("PNG", None)):
-        return _from_16_bits(image)
-    if mode == "I" and image.getextrema()[1] <= 0xFFFF:  # type: ignore[operator]
-        return _from_16_bits(image)
     if mode in ("I", "F"):
-        raise UnreadableImageError(f"{name} holds 32-bit numbers, and does not say which of them is white")
+        # A PNG has no more than 16 bits, though some versions of PIL open it as 32.
+        least, most = (float(value) for value in image.getextrema())  # type: ignore[arg-type]
+        if mode == "F" or not (is_png or 0 <= least <= most <= 0xFFFF):
+            raise UnreadableImageError(f"{name} holds 32-bit numbers, and does not say which of them is white")
+        return _from_16_bits(image)
+    if mode.startswith("I;16"):
+        return _from_16_bits(image)
     if "transparency" in image.info or mode in ("RGBA", "LA", "PA", "La", "RGBa"):
         if mode in ("La", "PA"):
             image = image.convert("LA" if mode == "La" else "RGBA")

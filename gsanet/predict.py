@@ -266,7 +266,8 @@ def _describe(file: Path, model: str, overrides: Mapping[str, Any]) -> tuple[Rec
 def _count_classes(recipe: Recipe, source: Path) -> int:
     """The number of classes, from the shape of the classifier."""
     settings: Any = make_model(recipe, 0).pretrained_cfg
-    weight = f"{settings['classifier']}.weight"
+    classifier = settings["classifier"]  # a name, or several
+    weight = f"{classifier if isinstance(classifier, str) else classifier[0]}.weight"
     found = read_weights(source)
     if weight not in found:
         raise ValueError(f"the weights of {source} do not fit the model: {weight} is missing there")

@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
@@ -14,11 +16,12 @@ from gsanet.explain.image import ImageExplanation, place_of
 from gsanet.explain.maps import Array
 
 INK, FAINT, MARK = "#1f2430", "#8a90a0", "#00b894"
-# Blue takes away, red adds. Zero is no colour: it lets the image through.
-SIGNED = LinearSegmentedColormap.from_list("signed", ["#12408f", "#4f8be0", "#f6f6f6", "#ee6a50", "#9c1022"])
-SIZES = LinearSegmentedColormap.from_list("sizes", ["#f6f6f6", "#ffc857", "#ee6a50", "#9c1022"])
+# Blue takes away, red adds, white is zero.
+SIGNED = LinearSegmentedColormap.from_list("signed", ["#12408f", "#4f8be0", "#ffffff", "#ee6a50", "#9c1022"])
+SIZES = LinearSegmentedColormap.from_list("sizes", ["#ffffff", "#ffc857", "#ee6a50", "#9c1022"])
 HEADS = "#3366cc", "#dd8800", "#109618", "#aa2266", "#0099c6", "#885522", "#66aa00", "#6633aa"
 SMALL_PER_LINE = 8
+SHADE = 0.32  # of black pixels of the image on the colours: shapes are seen, and colours still read
 
 
 def draw(found: ImageExplanation, file: Path, head: int | None = None) -> None:
@@ -46,12 +49,13 @@ def draw(found: ImageExplanation, file: Path, head: int | None = None) -> None:
     with_small = head is None and heads > 1
     lines = -(-heads // SMALL_PER_LINE) * len(small) if with_small else 0
     ratio = _height_by_width(found)
-    tall = 3.05 * min(max(ratio, 0.6), 1.6) + 0.35
+    tall = 2.85 * min(max(ratio, 0.6), 1.6) + 0.35
     small_tall = (1.5 * min(max(ratio, 0.6), 1.6) + 0.2) * lines
     curves_tall = 2.1 if explanation.column is not None or explanation.row is not None else 0.0
-    figure = Figure(figsize=(14, tall + curves_tall + small_tall + 1.0), layout="constrained", facecolor="white")
+    figure = Figure(
+        figsize=(14, tall + curves_tall + small_tall + 1.0), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06)
+    )
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)  # type: ignore[union-attr]
     heights = [height for height in (tall, curves_tall, small_tall) if height]
     parts = iter(np.atleast_1d(figure.subfigures(len(heights), 1, height_ratios=heights)))  # type: ignore[arg-type]
     _draw_maps(next(parts), found, chosen)
@@ -78,17 +82,17 @@ def _draw_maps(part: Any, found: ImageExplanation, chosen: list[int]) -> None:
     """The image, and the maps of the chosen heads over it, all on one scale."""
     explanation = found.explanation
     content, positional = explanation.content, explanation.scaled_positional
-    shown = [("content", content), ("position, column × row", positional)]
+    shown = [("content", content), ("position, column times row", positional)]
     if content is not None and positional is not None:
         shown.append(("content + position", explanation.total))
     panels = [(title, _merge(weights, chosen)) for title, weights in shown if weights is not None]
-    axes = part.subplots(1, 1 + len(panels), width_ratios=[1] + [1.12] * len(panels))
+    axes = part.subplots(1, 1 + len(panels))
     _draw_image(axes[0], found)
     signed = len(chosen) == 1
     for axis, (title, weights) in zip(axes[1:], panels, strict=True):
-        drawn = _overlay(axis, found, weights, signed, _limit(weights))
+        scale = _overlay(axis, found, weights, signed, _limit(weights))
         axis.set_title(title, fontsize=11, color=INK)
-        bar = part.colorbar(drawn, ax=axis, shrink=0.85, aspect=24, pad=0.02)
+        bar = part.colorbar(scale, ax=axis, shrink=0.9, aspect=24, pad=0.02)
         bar.ax.tick_params(labelsize=8, colors=FAINT)
         bar.outline.set_visible(False)
         bar.set_label("weight" if signed else "sum of |weight| over heads", fontsize=8, color=FAINT)
@@ -106,7 +110,7 @@ def _draw_image(axis: Any, found: ImageExplanation) -> None:
     """All of the image; what the network does not see is veiled."""
     width, height = found.image.size
     left, top, right, bottom = found.view.box
-    axis.imshow(found.image, extent=(0, width, height, 0), interpolation="nearest" if width < 100 else "antialiased")
+    axis.imshow(found.image, extent=(0, width, height, 0), interpolation=_interpolation(found))
     veil = np.zeros((height, width, 4), np.float32)
     veil[..., :3] = 1
     veil[..., 3] = 0.65
@@ -123,36 +127,24 @@ def _draw_image(axis: Any, found: ImageExplanation) -> None:
     _bare(axis)
 
 
-def _overlay(axis: Any, found: ImageExplanation, weights: Array, signed: bool, limit: float) -> Any:
-    """Weights over the part of the image that the network sees; the stronger, the less of the image shows through."""
+def _overlay(axis: Any, found: ImageExplanation, weights: Array, signed: bool, limit: float) -> ScalarMappable:
+    """Weights over the part of the image that the network sees, which shades their colours; gives the colour scale."""
     left, top, right, bottom = found.view.box
-    extent = (left, right, bottom, top)
-    grey = np.asarray(found.image.convert("L"), np.float32) / 255
-    # Pale enough for colours to be read against, dark enough for shapes to be seen.
-    axis.imshow(
-        0.45 + 0.5 * grey,
-        extent=(0, found.image.width, found.image.height, 0),
-        cmap="gray",
-        vmin=0,
-        vmax=1,
-        interpolation="nearest" if found.image.width < 100 else "antialiased",
-    )
-    norm = Normalize(-limit if signed else 0.0, limit)
-    drawn = axis.imshow(
-        weights,
-        extent=extent,
-        cmap=SIGNED if signed else SIZES,
-        norm=norm,
-        alpha=0.88 * np.sqrt(np.abs(weights) / limit).clip(0, 1),
-        interpolation="nearest",
-    )
-    drawn.set_alpha(0.88 * np.sqrt(np.abs(weights) / limit).clip(0, 1))
+    width, height = found.image.size
+    scale = ScalarMappable(Normalize(-limit if signed else 0.0, limit), SIGNED if signed else SIZES)
+    axis.imshow(weights, extent=(left, right, bottom, top), cmap=scale.cmap, norm=scale.norm, interpolation="nearest")
+    shade = np.zeros((height, width, 4), np.float32)
+    shade[..., 3] = SHADE * (1 - np.asarray(found.image.convert("L"), np.float32) / 255)
+    axis.imshow(shade, extent=(0, width, height, 0), interpolation=_interpolation(found))
     _mark(axis, found)
     axis.set(xlim=(left, right), ylim=(bottom, top))
     _bare(axis)
-    from matplotlib.cm import ScalarMappable
+    return scale
 
-    return ScalarMappable(norm, SIGNED if signed else SIZES)  # a colour bar of full colours
+
+def _interpolation(found: ImageExplanation) -> str:
+    """The pixels of a small image are shown as they are."""
+    return "nearest" if max(found.image.size) < 100 else "antialiased"
 
 
 def _cell(found: ImageExplanation) -> tuple[float, float, float, float]:
@@ -213,16 +205,12 @@ def _draw_heads(part: Any, found: ImageExplanation, small: list[tuple[str, Array
             line, column = divmod(head, columns)
             axis = axes[kind * lines + line, column]
             axis.set_visible(True)
-            _overlay(axis, found, weights[head], True, _limit(weights))
+            scale = _overlay(axis, found, weights[head], True, _limit(weights))
             if kind == 0:
                 axis.set_title(f"head {head + 1}", fontsize=9, color=INK)
             if column == 0:
                 axis.set_ylabel(title, fontsize=9, color=INK)
-        shown = axes[kind * lines : (kind + 1) * lines]
-        from matplotlib.cm import ScalarMappable
-
-        limit = _limit(weights)
-        bar = part.colorbar(ScalarMappable(Normalize(-limit, limit), SIGNED), ax=shown, aspect=14, pad=0.01)
+        bar = part.colorbar(scale, ax=axes[kind * lines : (kind + 1) * lines], aspect=14 * lines, pad=0.01)
         bar.ax.tick_params(labelsize=7, colors=FAINT)
         bar.outline.set_visible(False)
 

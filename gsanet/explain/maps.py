@@ -190,8 +190,12 @@ def explain_module(
         (row_index, column_index),
         (height, width),
         _array(v.permute(2, 0, 1, 3)),
-        *(None if weights is None else _array(weights) for weights in (content, column, row)),
-        *(_array(values) for values in (scale, shift, output)),
+        None if content is None else _array(content),
+        None if column is None else _array(column),
+        None if row is None else _array(row),
+        _array(scale),
+        _array(shift),
+        _array(output),
     )
 
 
