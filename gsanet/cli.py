@@ -425,7 +425,7 @@ def predict(
         print(json.dumps([prediction.to_json() for prediction in predictions], indent=2))
     else:
         for part in _show_predictions([prediction for prediction in predictions if not prediction.error]):
-            console.print(part, highlight=False)
+            console.print(part, highlight=False, soft_wrap=isinstance(part, str))
     if failed:
         lines = [f"{len(failed)} of {len(predictions)} images could not be read:", *(each.error for each in failed)]
         errors.print(escape("\n  ".join(lines)), highlight=False, soft_wrap=True, style="yellow")
@@ -475,7 +475,8 @@ def explain(
     (x, y), (height, width) = explanation.pixel, explanation.size
     for line in (
         f"Class: {found.guess.name} ({found.guess.probability:.1%})",
-        f"Module: {explanation.module}, {place_of(explanation.module)}; row {x}, column {y} of its {height}x{width} map",
+        f"Module: {explanation.module} ({place_of(explanation.module)})",
+        f"Its pixel: row {x}, column {y} on a map of {height}x{width}",
         f"Weights times values give the module's output to a relative error of {explanation.error:.0e}.",
         f"Picture: {out}",
         f"Numbers: {npz}",
@@ -483,7 +484,7 @@ def explain(
         console.print(escape(line), soft_wrap=True, highlight=False)
 
 
-def _show_predictions(predictions: Sequence[Any]) -> list[Table]:
+def _show_predictions(predictions: Sequence[Any]) -> list[Table | str]:
     """A table with bars for each image; of many, one table with a line for each."""
     if len(predictions) > FEW:
         table = Table("Image", "Class", "", "%", "Then", box=None, pad_edge=False)
@@ -493,17 +494,15 @@ def _show_predictions(predictions: Sequence[Any]) -> list[Table]:
             image = escape(f"{found.image} ({found.note})" if found.note else found.image)
             table.add_row(image, escape(first.name), _bar(first.probability, 12), _percent(first), escape(then))
         return [table]
-    tables = []
+    parts: list[Table | str] = []
     for found in predictions:
         title = f"{found.image} ({found.note})" if found.note else found.image
-        table = Table(
-            title=escape(title), title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False
-        )
+        table = Table(box=None, show_header=False, pad_edge=False)
         table.add_column(no_wrap=True, max_width=40)
         for guess in found.guesses:
             table.add_row(escape(guess.name), _bar(guess.probability, 30), _percent(guess))
-        tables.append(table)
-    return tables
+        parts += [f"[bold]{escape(title)}[/]", table]
+    return parts
 
 
 def _bar(share: float, width: int) -> Bar:
