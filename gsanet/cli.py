@@ -394,6 +394,11 @@ def demo(out: Annotated[Path, typer.Option(help="Where the two runs go.")] = Pat
         )
     console.print(table)
     console.print(f"Curves: {pair.curves}", soft_wrap=True)
+    run = out / pair.rows[0].model
+    console.print("To see what it has learned, on scans that it was not trained on:", highlight=False)
+    for command in ("predict {scans}", "explain {scans}/3.png --at 4,3 --stage 2"):
+        line = f"  gsanet {command.format(scans=pair.scans)} --run {run}"
+        console.print(escape(line), soft_wrap=True, highlight=False)
 
 
 RunOption = Annotated[Path | None, typer.Option("--run", help="A run directory of `gsanet train`; its best weights.")]

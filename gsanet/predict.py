@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 from torch import Tensor, nn
 
-from gsanet.images import Picture, UnreadableImageError, read_image
+from gsanet.images import UnreadableImageError, read_image
 from gsanet.layers.relative import TABLES
 from gsanet.train.data import DataSettings
 from gsanet.train.data.augment import evaluation_views, render
@@ -149,13 +149,18 @@ class Classifier:
         """Where the network is."""
         return next(self.model.parameters()).device
 
-    @torch.inference_mode()
     def predict(self, images: Sequence[Image.Image], top: int = 5) -> list[tuple[Guess, ...]]:
-        """The likeliest classes of each image, the likeliest first."""
+        """The likeliest classes of each RGB image, the likeliest first."""
+        return self.classify([self.transform(image) for image in images], top)
+
+    @torch.inference_mode()
+    def classify(self, inputs: Sequence[Tensor], top: int = 5) -> list[tuple[Guess, ...]]:
+        """The same for images that `transform` has been applied to."""
         if top < 1:
             raise ValueError(f"top must be 1 or more, got {top}")
-        batch = torch.stack([self.transform(image) for image in images]).to(self.device)
-        probabilities = self.model(batch).float().softmax(1).cpu()
+        if not inputs:
+            return []
+        probabilities = self.model(torch.stack(list(inputs)).to(self.device)).float().softmax(1).cpu()
         best = probabilities.topk(min(top, probabilities.shape[1]))
         return [
             tuple(Guess(label, self._class_name(label), value) for label, value in zip(labels, values, strict=True))
@@ -213,23 +218,19 @@ def predict_images(
 ) -> Iterator[Prediction]:
     """Predict files and addresses one after the other, in their order; one that cannot be read is said to be so."""
     for start in range(0, len(sources), batch_size):
-        names = [str(source) for source in sources[start : start + batch_size]]
-        read = [_try_to_read(name) for name in names]
-        images = [picture.image for picture in read if isinstance(picture, Picture)]
-        guesses = iter(classifier.predict(images, top) if images else [])
-        for name, picture in zip(names, read, strict=True):
-            if isinstance(picture, Picture):
-                yield Prediction(name, next(guesses), picture.note)
-            else:
-                yield Prediction(name, error=picture)
-
-
-def _try_to_read(source: str) -> Picture | str:
-    """The image, or why there is none."""
-    try:
-        return read_image(source)
-    except UnreadableImageError as error:
-        return str(error)
+        found: list[Prediction] = []
+        inputs: list[Tensor] = []
+        for source in map(str, sources[start : start + batch_size]):
+            try:
+                picture = read_image(source)
+            except UnreadableImageError as error:
+                found.append(Prediction(source, error=str(error)))
+                continue
+            found.append(Prediction(source, note=picture.note))
+            inputs.append(classifier.transform(picture.image))  # at once: a batch of large images would fill the memory
+        guesses = iter(classifier.classify(inputs, top))
+        for each in found:
+            yield each if each.error else replace(each, guesses=next(guesses))
 
 
 def _check_run(run: Path) -> None:

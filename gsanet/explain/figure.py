@@ -18,10 +18,12 @@ from gsanet.explain.maps import Array
 INK, FAINT, MARK = "#1f2430", "#8a90a0", "#00b894"
 # Blue takes away, red adds, white is zero.
 SIGNED = LinearSegmentedColormap.from_list("signed", ["#12408f", "#4f8be0", "#ffffff", "#ee6a50", "#9c1022"])
-SIZES = LinearSegmentedColormap.from_list("sizes", ["#ffffff", "#ffc857", "#ee6a50", "#9c1022"])
+SIZES = LinearSegmentedColormap.from_list("sizes", ["#ffffff", "#cdb8ee", "#9063d6", "#5519a8"])
 HEADS = "#3366cc", "#dd8800", "#109618", "#aa2266", "#0099c6", "#885522", "#66aa00", "#6633aa"
 SMALL_PER_LINE = 8
-SHADE = 0.32  # of black pixels of the image on the colours: shapes are seen, and colours still read
+# How much a black pixel of the image darkens the colours over it: shapes are seen, and colours still read. Pixels as
+# large as the map's need less.
+SHADE, SHADE_OF_LARGE_PIXELS = 0.32, 0.16
 
 
 def draw(found: ImageExplanation, file: Path, head: int | None = None) -> None:
@@ -79,7 +81,7 @@ def _title(found: ImageExplanation, head: int | None) -> str:
 
 
 def _draw_maps(part: Any, found: ImageExplanation, chosen: list[int]) -> None:
-    """The image, and the maps of the chosen heads over it, all on one scale."""
+    """The image, and the maps of the chosen heads over it, each on its own scale."""
     explanation = found.explanation
     content, positional = explanation.content, explanation.scaled_positional
     shown = [("content", content), ("position, column times row", positional)]
@@ -134,7 +136,8 @@ def _overlay(axis: Any, found: ImageExplanation, weights: Array, signed: bool, l
     scale = ScalarMappable(Normalize(-limit if signed else 0.0, limit), SIGNED if signed else SIZES)
     axis.imshow(weights, extent=(left, right, bottom, top), cmap=scale.cmap, norm=scale.norm, interpolation="nearest")
     shade = np.zeros((height, width, 4), np.float32)
-    shade[..., 3] = SHADE * (1 - np.asarray(found.image.convert("L"), np.float32) / 255)
+    strength = SHADE_OF_LARGE_PIXELS if _has_large_pixels(found) else SHADE
+    shade[..., 3] = strength * (1 - np.asarray(found.image.convert("L"), np.float32) / 255)
     axis.imshow(shade, extent=(0, width, height, 0), interpolation=_interpolation(found))
     _mark(axis, found)
     axis.set(xlim=(left, right), ylim=(bottom, top))
@@ -143,8 +146,12 @@ def _overlay(axis: Any, found: ImageExplanation, weights: Array, signed: bool, l
 
 
 def _interpolation(found: ImageExplanation) -> str:
-    """The pixels of a small image are shown as they are."""
-    return "nearest" if max(found.image.size) < 100 else "antialiased"
+    return "nearest" if _has_large_pixels(found) else "antialiased"
+
+
+def _has_large_pixels(found: ImageExplanation) -> bool:
+    """Whether the image is so small that its pixels are seen one by one."""
+    return max(found.image.size) < 100
 
 
 def _cell(found: ImageExplanation) -> tuple[float, float, float, float]:
