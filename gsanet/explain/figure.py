@@ -20,6 +20,7 @@ INK, FAINT, MARK = "#1f2430", "#8a90a0", "#00b894"
 SIGNED = LinearSegmentedColormap.from_list("signed", ["#12408f", "#4f8be0", "#ffffff", "#ee6a50", "#9c1022"])
 SIZES = LinearSegmentedColormap.from_list("sizes", ["#ffffff", "#cdb8ee", "#9063d6", "#5519a8"])
 HEADS = "#3366cc", "#dd8800", "#109618", "#aa2266", "#0099c6", "#885522", "#66aa00", "#6633aa"
+STYLES = "-", "--", ":"  # of the heads after the eighth, and after the sixteenth
 SMALL_PER_LINE = 8
 # How much a black pixel of the image darkens the colours over it: shapes are seen, and colours still read. Pixels as
 # large as the map's need less.
@@ -183,8 +184,11 @@ def _draw_curves(part: Any, found: ImageExplanation, chosen: list[int]) -> None:
         axis.axvline(here, color=MARK, linewidth=1.6, alpha=0.8)
         for head in chosen:
             colour = HEADS[head % len(HEADS)]
+            style = STYLES[head // len(HEADS) % len(STYLES)]
             marker = "o" if weights.shape[1] <= 32 else ""
-            axis.plot(weights[head], color=colour, linewidth=1.5, marker=marker, markersize=3, label=str(head + 1))
+            axis.plot(
+                weights[head], style, color=colour, linewidth=1.5, marker=marker, markersize=3, label=f"{head + 1}"
+            )
         axis.set_title(title, fontsize=11, color=INK)
         axis.set_xlabel(label, fontsize=9, color=FAINT)
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -193,10 +197,10 @@ def _draw_curves(part: Any, found: ImageExplanation, chosen: list[int]) -> None:
         for side, spine in axis.spines.items():
             spine.set_visible(side in ("left", "bottom"))
             spine.set_color("#cfd3dc")
-    if len(chosen) <= 2 * len(HEADS):
-        axes[-1].legend(
-            title="head", fontsize=8, title_fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5)
-        )
+    if 1 < len(chosen) <= len(HEADS) * len(STYLES):
+        columns = -(-len(chosen) // len(HEADS))
+        place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+        axes[-1].legend(title="head", ncols=columns, fontsize=8, title_fontsize=8, frameon=False, **place)
 
 
 def _draw_heads(part: Any, found: ImageExplanation, small: list[tuple[str, Array]]) -> None:
@@ -213,7 +217,7 @@ def _draw_heads(part: Any, found: ImageExplanation, small: list[tuple[str, Array
             axis = axes[kind * lines + line, column]
             axis.set_visible(True)
             scale = _overlay(axis, found, weights[head], True, _limit(weights))
-            if kind == 0:
+            if kind == 0 or lines > 1:
                 axis.set_title(f"head {head + 1}", fontsize=9, color=INK)
             if column == 0:
                 axis.set_ylabel(title, fontsize=9, color=INK)

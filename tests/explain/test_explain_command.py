@@ -30,7 +30,7 @@ def gsanet(monkeypatch, capsys, tmp_path):
 
 
 def network(**options):
-    return package.create_model("gsa_resnet26_tiny", width=0.125, img_size=16, **options)
+    return package.create_model("gsa_resnet26_tiny", **{"width": 0.125, "img_size": 16, **options})
 
 
 def test_the_module_that_is_chosen():
@@ -57,19 +57,20 @@ def test_places_of_the_image_are_places_of_the_map(digits_run, digit):
         assert found.explanation.error < 1e-10
 
 
+@pytest.mark.filterwarnings("error::UserWarning")  # matplotlib's, when there is no room
 @pytest.mark.parametrize("options", [{}, {"content": False}, {"row": False}, {"column": False, "row": False}], ids=str)
 def test_every_kind_of_module_can_be_drawn(options, tmp_path):
     from gsanet.predict import Classifier, Transform
     from gsanet.train.data import DataSettings
 
-    model = network(num_classes=3, num_heads=1 if options else 8, depths=(1, 1), **options).eval()
+    model = network(num_classes=3, num_heads=1 if options else 16, width=0.25, depths=(1, 1), **options).eval()
     classifier = Classifier(model, Transform(DataSettings(img_size=(16, 16))), ("a", "b", "c"), "net")
-    found = explain_image(classifier, Image.effect_noise((40, 30), 80).convert("RGB"), (20, 15))
+    found = explain_image(classifier, Image.effect_noise((30, 70), 80).convert("RGB"), (20, 35))
     for head in (None, 1):
         draw(found, tmp_path / "picture.png", head)
         assert Image.open(tmp_path / "picture.png").width > 1000
     with pytest.raises(ValueError, match="head must be from 1 to"):
-        draw(found, tmp_path / "picture.png", 9)
+        draw(found, tmp_path / "picture.png", 17)
 
 
 def test_the_command(gsanet, digits_run, digit, tmp_path):
