@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.bar import Bar
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, track
@@ -393,6 +394,135 @@ def demo(out: Annotated[Path, typer.Option(help="Where the two runs go.")] = Pat
         )
     console.print(table)
     console.print(f"Curves: {pair.curves}", soft_wrap=True)
+    run = out / pair.rows[0].model
+    console.print("To see what it has learned, on scans that it was not trained on:", highlight=False)
+    for command in ("predict {scans}", "explain {scans}/3.png --at 4,3 --stage 2"):
+        line = f"  gsanet {command.format(scans=pair.scans)} --run {run}"
+        console.print(escape(line), soft_wrap=True, highlight=False)
+
+
+RunOption = Annotated[Path | None, typer.Option("--run", help="A run directory of `gsanet train`; its best weights.")]
+ModelOption = Annotated[str, typer.Option("--model", help="Without --run: the network.")]
+WeightsOption = Annotated[Path | None, typer.Option("--weights", help="Without --run: its weights (safetensors).")]
+FEW = 8  # images up to which each has a table of its own
+
+
+@app.command()
+def predict(
+    images: Annotated[list[str], typer.Argument(help="Files, folders (with all below them) and http(s) addresses.")],
+    run: RunOption = None,
+    model: ModelOption = "",
+    weights: WeightsOption = None,
+    top: Annotated[int, typer.Option(help="How many classes to show, the likeliest first.", min=1)] = 5,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what images show. An image that cannot be read is named at the end; exit code 1 if none could."""
+    from gsanet.images import find_images
+    from gsanet.predict import load_classifier, predict_images
+
+    classifier = load_classifier(run, model, weights, _overrides(settings, {}))
+    sources = find_images(images)
+    found = predict_images(classifier, sources, top)
+    predictions = list(track(found, description="Predicting", total=len(sources), console=errors, transient=True))
+    failed = [prediction for prediction in predictions if prediction.error]
+    if as_json:
+        print(json.dumps([prediction.to_json() for prediction in predictions], indent=2))
+    else:
+        for part in _show_predictions([prediction for prediction in predictions if not prediction.error]):
+            console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+    if failed:
+        lines = [f"{len(failed)} of {len(predictions)} images could not be read:", *(each.error for each in failed)]
+        errors.print(escape("\n  ".join(lines)), highlight=False, soft_wrap=True, style="yellow")
+    if len(failed) == len(predictions):
+        raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    image: Annotated[str, typer.Argument(help="A file, or an http(s) address.")],
+    at: Annotated[str, typer.Option(help="The pixel, as X,Y: to the right and down from 0,0 at the top left.")],
+    run: RunOption = None,
+    model: ModelOption = "",
+    weights: WeightsOption = None,
+    stage: Annotated[int | None, typer.Option(help="Which stage, from 1. Default: 3, else the last with GSA.")] = None,
+    block: Annotated[int | None, typer.Option(help="Which block of it, from 1. Default: the last.")] = None,
+    head: Annotated[int | None, typer.Option(help="Which head, from 1. Default: all.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The picture. Default: IMAGE-explain.png, in this folder.")] = None,
+    npz: Annotated[Path | None, typer.Option(help="The numbers. Default: as the picture, with .npz.")] = None,
+    settings: Settings = None,
+) -> None:
+    """Draw where a pixel takes from in a GSA module: the exact weights of content, column and row."""
+    import numpy as np
+
+    from gsanet.explain.figure import draw
+    from gsanet.explain.image import explain_image, place_of
+    from gsanet.images import read_image
+    from gsanet.predict import load_classifier
+
+    place = _parse_place(at)
+    out = out or Path(f"{Path(image).stem}-explain.png")
+    npz = npz or out.with_suffix(".npz")
+    for file in (out, npz):
+        if not file.parent.is_dir():
+            raise ValueError(f"there is no folder {file.parent} to write {file.name} into")
+    picture = read_image(image)
+    found = explain_image(
+        load_classifier(run, model, weights, _overrides(settings, {})), picture.image, place, stage, block
+    )
+    draw(found, out, head)
+    explanation = found.explanation
+    arrays: dict[str, Any] = explanation.arrays()
+    with npz.open("wb") as stream:  # numpy would add .npz to a name without it
+        np.savez_compressed(stream, **arrays)
+    if picture.note:
+        console.print(f"{image}: {picture.note}", soft_wrap=True, highlight=False)
+    (x, y), (height, width) = explanation.pixel, explanation.size
+    for line in (
+        f"Class: {found.guess.name} ({found.guess.probability:.1%})",
+        f"Module: {explanation.module} ({place_of(explanation.module)})",
+        f"Its pixel: row {x}, column {y} on a map of {height}x{width}",
+        f"Weights times values give the module's output to a relative error of {explanation.error:.0e}.",
+        f"Picture: {out}",
+        f"Numbers: {npz}",
+    ):
+        console.print(escape(line), soft_wrap=True, highlight=False)
+
+
+def _show_predictions(predictions: Sequence[Any]) -> list[Table | str]:
+    """A table with bars for each image; of many, one table with a line for each."""
+    if len(predictions) > FEW:
+        table = Table("Image", "Class", "", "%", "Then", box=None, pad_edge=False)
+        for found in predictions:
+            first, *others = found.guesses
+            then = ", ".join(f"{guess.name} {guess.probability:.0%}" for guess in others)
+            image = escape(f"{found.image} ({found.note})" if found.note else found.image)
+            table.add_row(image, escape(first.name), _bar(first.probability, 12), _percent(first), escape(then))
+        return [table]
+    parts: list[Table | str] = []
+    for found in predictions:
+        title = f"{found.image} ({found.note})" if found.note else found.image
+        table = Table(box=None, show_header=False, pad_edge=False)
+        table.add_column(no_wrap=True, max_width=40)
+        for guess in found.guesses:
+            table.add_row(escape(guess.name), _bar(guess.probability, 30), _percent(guess))
+        parts += [f"[bold]{escape(title)}[/]", table]
+    return parts
+
+
+def _bar(share: float, width: int) -> Bar:
+    return Bar(1.0, 0.0, share, width=width, color="green")
+
+
+def _percent(guess: Any) -> str:
+    return f"{guess.probability:6.1%}"
+
+
+def _parse_place(text: str) -> tuple[int, int]:
+    parts = text.replace(" ", "").split(",")
+    if len(parts) != 2 or not all(part.lstrip("-").isdigit() for part in parts):
+        raise ValueError(f"--at takes a pixel as X,Y, such as 120,64, got {text!r}")
+    return int(parts[0]), int(parts[1])
 
 
 def _overrides(settings: Sequence[str] | None, options: dict[str, str]) -> dict[str, Any]:

@@ -32,3 +32,28 @@ def backend(request):
 
     with use_backend(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="session")
+def digits_run(tmp_path_factory):
+    """A folder of runs as `gsanet demo` leaves it: a GSA network and its twin, small, trained for a few seconds."""
+    from gsanet.train.engine import train
+    from gsanet.train.recipe import load_recipe
+
+    folder = tmp_path_factory.mktemp("quickstart")
+    for name, epochs in (("gsa_resnet26_tiny", 5), ("conv_resnet26_tiny", 1)):
+        options = {"model": name, "epochs": epochs, "model_kwargs.width": 0.25}
+        train(load_recipe("quickstart", options), folder / name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def digit(tmp_path_factory):
+    """One of scikit-learn's scans, a three, as an image file."""
+    import numpy as np
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    file = tmp_path_factory.mktemp("digit") / "three.png"
+    Image.fromarray(np.rint(load_digits().images[3] * (255 / 16)).astype(np.uint8)).save(file)
+    return file

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 
 from gsanet.models import count_flops, count_parameters
+from gsanet.train.data.shards import Shards
+from gsanet.train.data.sources import open_digits
 from gsanet.train.engine import make_model, train
 from gsanet.train.recipe import load_recipe
 from gsanet.train.report import draw_curves
@@ -28,16 +30,18 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class Pair:
-    """Both networks, and the picture of their curves (or why there is none)."""
+    """Both networks, the picture of their curves (or why there is none), and a folder of scans to try them on."""
 
     rows: list[DemoRow]
     curves: str
+    scans: Path
 
 
 def train_pair(out: Path) -> Pair:
     """Train both with the recipe `quickstart`, each in its own run directory below `out`.
 
-    The runs of an earlier demo there are replaced.
+    The runs of an earlier demo there are replaced. Beside them, `scans` holds an image of each digit that they were not
+    trained on.
     """
     # Operations this small gain little from more threads, and on a busy machine they wait for one another.
     torch.set_num_threads(1)
@@ -54,4 +58,16 @@ def train_pair(out: Path) -> Pair:
         network = make_model(recipe, num_classes=10)
         rows.append(DemoRow(name, count_parameters(network), count_flops(network), top1, seconds))
     picture = out / "curves.png"
-    return Pair(rows, draw_curves({name: out / name for name in PAIR}, picture) or str(picture))
+    curves = draw_curves({name: out / name for name in PAIR}, picture) or str(picture)
+    return Pair(rows, curves, save_scans(out / "scans"))
+
+
+def save_scans(folder: Path) -> Path:
+    """Save the first held-out scan of each digit as an image, `0.png` to `9.png`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held_out = open_digits(train=False).val
+    assert not isinstance(held_out, Shards)
+    for index in reversed(range(len(held_out))):  # so that the first of each digit is the one that stays
+        image, label = held_out.open(index)
+        image.save(folder / f"{label}.png")
+    return folder

@@ -17,3 +17,5 @@ def test_the_demo_learns_and_shows_both_networks(tmp_path):
     assert top1["gsa_resnet26_tiny"] > 95
     assert top1["conv_resnet26_tiny"] > 90
     assert (tmp_path / "curves.png").exists()
+    assert sorted(file.stem for file in (tmp_path / "scans").iterdir()) == list("0123456789")
+    assert "gsanet predict" in result.output

@@ -1,0 +1,14 @@
+"""Pictures of attention: exact weights from a GSA module's own tensors, and how they lie on the image."""
+
+from gsanet.explain.image import ImageExplanation, choose_module, explain_image
+from gsanet.explain.maps import Explanation, explain, explain_module, gsa_modules
+
+__all__ = [
+    "Explanation",
+    "ImageExplanation",
+    "choose_module",
+    "explain",
+    "explain_image",
+    "explain_module",
+    "gsa_modules",
+]

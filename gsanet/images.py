@@ -1,0 +1,124 @@
+"""Pictures of all kinds as the RGB images that networks take."""
+
+import http.client
+import io
+import urllib.error
+import urllib.request
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+EXTENSIONS = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+MAX_PIXELS = 100_000_000
+MAX_DOWNLOAD = 200_000_000  # bytes
+TIMEOUT = 20  # seconds without a byte
+
+
+class UnreadableImageError(OSError):
+    """A file or address that gives no image, with the reason."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An upright RGB image, and what a user should know of how it was read."""
+
+    image: Image.Image
+    note: str = ""
+
+
+def find_images(sources: Sequence[str | Path]) -> list[str]:
+    """The images that a user means: files and addresses as they are, folders with all that is below them, sorted."""
+    found: list[str] = []
+    for source in map(str, sources):
+        if _is_url(source) or not Path(source).is_dir():
+            found.append(source)
+            continue
+        files = (file for file in Path(source).rglob("*") if file.suffix.lower() in EXTENSIONS and file.is_file())
+        inside = sorted(map(str, files))
+        if not inside:
+            raise ValueError(f"there are no images in {source}: looked for files ending in {', '.join(EXTENSIONS)}")
+        found += inside
+    return found
+
+
+def read_image(source: str | Path) -> Picture:
+    """Read an image from a file or an http(s) address.
+
+    It is turned upright as its EXIF data say; transparency is laid on white; of 16 bits the upper eight are kept; of an
+    animation it is the first frame. More than 100 megapixels are refused before they are decoded.
+
+    Raises:
+        UnreadableImageError: With the reason.
+    """
+    name = str(source)
+    content = _download(name) if _is_url(name) else None
+    if content is None and Path(name).is_dir():
+        raise UnreadableImageError(f"{name} is a folder")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the size is checked below
+            opened = Image.open(name if content is None else io.BytesIO(content))
+        with opened:
+            width, height = opened.size
+            if width * height > MAX_PIXELS:
+                raise UnreadableImageError(f"{name} has {width}x{height} pixels: more than 100 megapixels are refused")
+            frames = getattr(opened, "n_frames", 1)
+            note = f"the first of {frames} frames" if frames > 1 else ""
+            return Picture(_to_rgb(ImageOps.exif_transpose(opened), name, opened.format == "PNG"), note)
+    except UnreadableImageError:
+        raise
+    except FileNotFoundError:
+        raise UnreadableImageError(f"there is no file {name}") from None
+    except UnidentifiedImageError:
+        raise UnreadableImageError(f"{name} is not an image of a known kind") from None
+    except Image.DecompressionBombError:
+        raise UnreadableImageError(f"{name}: more than 100 megapixels are refused") from None
+    except Exception as error:  # what a damaged file makes PIL raise has no common class
+        raise UnreadableImageError(f"{name} cannot be read: {error}") from error
+
+
+def _to_rgb(image: Image.Image, name: str, is_png: bool) -> Image.Image:
+    mode = image.mode
+    if mode in ("I", "F"):
+        # A PNG has no more than 16 bits, though some versions of PIL open it as 32.
+        least, most = (float(value) for value in image.getextrema())  # type: ignore[arg-type]
+        if mode == "F" or not (is_png or 0 <= least <= most <= 0xFFFF):
+            raise UnreadableImageError(f"{name} holds 32-bit numbers, and does not say which of them is white")
+        return _from_16_bits(image)
+    if mode.startswith("I;16"):
+        return _from_16_bits(image)
+    if "transparency" in image.info or mode in ("RGBA", "LA", "PA", "La", "RGBa"):
+        if mode in ("La", "PA"):
+            image = image.convert("LA" if mode == "La" else "RGBA")
+        layer = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+    return image.convert("RGB")
+
+
+def _from_16_bits(image: Image.Image) -> Image.Image:
+    """The upper eight bits; PIL's own conversion cuts off everything above 255 instead."""
+    return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8)).convert("RGB")
+
+
+def _is_url(source: str) -> bool:
+    return source.lower().startswith(("http://", "https://"))
+
+
+def _download(url: str) -> bytes:
+    # Some hosts refuse a client that does not say who it is.
+    request = urllib.request.Request(url, headers={"User-Agent": "gsanet"})
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+            content: bytes = response.read(MAX_DOWNLOAD + 1)
+    except urllib.error.HTTPError as error:
+        raise UnreadableImageError(f"{url} cannot be downloaded: {error.code} {error.reason}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise UnreadableImageError(f"{url} cannot be downloaded: {reason}") from None
+    if len(content) > MAX_DOWNLOAD:
+        raise UnreadableImageError(f"{url} is larger than {MAX_DOWNLOAD // 1_000_000} MB")
+    return content

@@ -1,0 +1,275 @@
+"""Trained networks on a user's images: what `gsanet predict` does, and `gsanet explain` starts from."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import torch
+import yaml
+from PIL import Image
+from torch import Tensor, nn
+
+from gsanet.images import UnreadableImageError, read_image
+from gsanet.layers.relative import TABLES
+from gsanet.train.data import DataSettings
+from gsanet.train.data.augment import evaluation_views, render
+from gsanet.train.engine import make_model
+from gsanet.train.evaluate_weights import model_recipe
+from gsanet.train.recipe import Recipe, make_recipe
+from gsanet.train.run_directory import CLASSES, RECIPE, read_run
+from gsanet.train.weights import load_exactly, read_weights
+
+HOW_TO_GET_ONE = (
+    "say which network: --run DIR of a training run, or --model NAME and --weights FILE. "
+    "To get one in a minute: `gsanet demo`, then --run runs/quickstart/gsa_resnet26_tiny"
+)
+
+
+@dataclass(frozen=True)
+class View:
+    """What a network sees of an image: it is resized, then the middle is cut out.
+
+    Attributes:
+        size: Height and width of the image.
+        resized: Height and width that it is resized to.
+        offset: Top and left of the network's input in the resized image.
+        input_size: Height and width of the network's input.
+    """
+
+    size: tuple[int, int]
+    resized: tuple[int, int]
+    offset: tuple[int, int]
+    input_size: tuple[int, int]
+
+    @property
+    def box(self) -> tuple[float, float, float, float]:
+        """Left, top, right and bottom of what is seen, in pixels of the image."""
+        top, left, bottom, right = (
+            edge * self.size[axis] / self.resized[axis]
+            for edges in (
+                self.offset,
+                [start + length for start, length in zip(self.offset, self.input_size, strict=True)],
+            )
+            for axis, edge in enumerate(edges)
+        )
+        return left, top, right, bottom
+
+    def locate(self, column: int, row: int) -> tuple[float, float]:
+        """Where the middle of a pixel of the image lies in the network's input, down and along, in its pixels."""
+        height, width = self.size
+        if not (0 <= column < width and 0 <= row < height):
+            raise ValueError(
+                f"the pixel {column},{row} lies outside of the image: X goes from 0 to {width - 1} to the right, "
+                f"Y from 0 to {height - 1} down"
+            )
+        left, top, right, bottom = self.box
+        if not (left <= column + 0.5 < right and top <= row + 0.5 < bottom):
+            # A pixel is seen if its middle is.
+            first_x, last_x, first_y, last_y = (
+                math.ceil(edge - 0.5) - is_end for edge, is_end in ((left, 0), (right, 1), (top, 0), (bottom, 1))
+            )
+            raise ValueError(
+                f"the pixel {column},{row} lies outside of what the network sees of the image: "
+                f"X from {first_x} to {last_x} and Y from {first_y} to {last_y}"
+            )
+        down, along = (
+            (place + 0.5) * self.resized[axis] / self.size[axis] - self.offset[axis]
+            for axis, place in enumerate((row, column))
+        )
+        return down, along
+
+
+@dataclass(frozen=True)
+class Transform:
+    """From an image to the network's input, exactly as in evaluation during training."""
+
+    settings: DataSettings
+
+    def view(self, image: Image.Image) -> View:
+        """Which part of an image the network sees."""
+        views = evaluation_views(self.settings, np.array([[image.height, image.width]]))
+        resized, offset = (tuple(rows[0].tolist()) for rows in (views.resized, views.offset))
+        return View((image.height, image.width), resized, offset, self.settings.img_size)
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """An RGB image as float32, (3, height, width), normalised."""
+        views = evaluation_views(self.settings, np.array([[image.height, image.width]]))
+        pixels = render(image, views, 0, self.settings.img_size) / 255
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.settings.mean, self.settings.std))
+        return (pixels - mean) / std
+
+
+@dataclass(frozen=True)
+class Guess:
+    """One class: its number, its name (the number, where no name is known) and its probability from 0 to 1."""
+
+    label: int
+    name: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a network says of one image, the likeliest class first; or why it could not be read."""
+
+    image: str
+    guesses: tuple[Guess, ...] = ()
+    note: str = ""
+    error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """With the keys `image`, `top` (a list of `class`, `name`, `probability`), `note` and `error` (or null)."""
+        top = [{"class": guess.label, "name": guess.name, "probability": guess.probability} for guess in self.guesses]
+        return {"image": self.image, "top": top, "note": self.note or None, "error": self.error or None}
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A trained network with all that it takes to use it.
+
+    Attributes:
+        model: In evaluation mode.
+        transform: From an image to its input.
+        class_names: In the order of its outputs; empty where they are not known.
+        name: The network's, as in `gsanet models`.
+    """
+
+    model: nn.Module
+    transform: Transform
+    class_names: tuple[str, ...]
+    name: str
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return next(self.model.parameters()).device
+
+    def predict(self, images: Sequence[Image.Image], top: int = 5) -> list[tuple[Guess, ...]]:
+        """The likeliest classes of each RGB image, the likeliest first."""
+        return self.classify([self.transform(image) for image in images], top)
+
+    @torch.inference_mode()
+    def classify(self, inputs: Sequence[Tensor], top: int = 5) -> list[tuple[Guess, ...]]:
+        """The same for images that `transform` has been applied to."""
+        if top < 1:
+            raise ValueError(f"top must be 1 or more, got {top}")
+        if not inputs:
+            return []
+        probabilities = self.model(torch.stack(list(inputs)).to(self.device)).float().softmax(1).cpu()
+        best = probabilities.topk(min(top, probabilities.shape[1]))
+        return [
+            tuple(Guess(label, self._class_name(label), value) for label, value in zip(labels, values, strict=True))
+            for labels, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+
+    def _class_name(self, label: int) -> str:
+        return self.class_names[label] if self.class_names else str(label)
+
+
+def load_classifier(
+    run: str | Path | None = None,
+    model: str = "",
+    weights: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+) -> Classifier:
+    """Load a network with its weights, preprocessing and class names.
+
+    Args:
+        run: A run directory of `gsanet train`; its best weights are taken.
+        model: Without a run: the network's name. Not needed for weights that say it themselves.
+        weights: Without a run: a safetensors file. Its metadata may hold `recipe` (a recipe as YAML: network, options,
+            image size, normalisation) and `classes` (a JSON list of names); else the network's own settings are
+            taken, and classes are numbers.
+        overrides: Values set over the recipe's, such as `img_size` or `data.mean`.
+        device: Where to. Default: the GPU if there is one.
+    """
+    if run is not None and (model or weights is not None):
+        raise ValueError("give either --run DIR, or --model NAME and --weights FILE, not both")
+    if run is not None:
+        run = Path(run)
+        _check_run(run)
+        recipe, names, source = read_run(run, overrides), _read_names(run / CLASSES), run
+    elif weights is not None:
+        source = Path(weights)
+        recipe, names = _describe(source, model, overrides or {})
+    else:
+        raise ValueError(HOW_TO_GET_ONE)
+    network = make_model(recipe, len(names) or _count_classes(recipe, source))
+    try:
+        load_exactly(network, source)
+    except ValueError as error:
+        if any(table in str(error) for table in TABLES):
+            raise ValueError(
+                f"{error}; if they were trained at another image size, say so: --set img_size=64"
+            ) from None
+        raise
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return Classifier(network.to(device).eval(), Transform(recipe.data_settings), tuple(names), recipe.model)
+
+
+def predict_images(
+    classifier: Classifier, sources: Sequence[str | Path], top: int = 5, batch_size: int = 32
+) -> Iterator[Prediction]:
+    """Predict files and addresses one after the other, in their order; one that cannot be read is said to be so."""
+    for start in range(0, len(sources), batch_size):
+        found: list[Prediction] = []
+        inputs: list[Tensor] = []
+        for source in map(str, sources[start : start + batch_size]):
+            try:
+                picture = read_image(source)
+            except UnreadableImageError as error:
+                found.append(Prediction(source, error=str(error)))
+                continue
+            found.append(Prediction(source, note=picture.note))
+            inputs.append(classifier.transform(picture.image))  # at once: a batch of large images would fill the memory
+        guesses = iter(classifier.classify(inputs, top))
+        for each in found:
+            yield each if each.error else replace(each, guesses=next(guesses))
+
+
+def _check_run(run: Path) -> None:
+    """Where a folder of runs is given, as `gsanet demo` leaves one, name those that are in it."""
+    if not (run / RECIPE).exists() and (inside := sorted(file.parent.name for file in run.glob(f"*/{RECIPE}"))):
+        raise ValueError(f"{run} holds several runs: choose {' or '.join(str(run / name) for name in inside)}")
+    if not run.exists():
+        raise FileNotFoundError(f"there is no run directory {run}: {HOW_TO_GET_ONE}")
+
+
+def _read_names(file: Path) -> list[str]:
+    return json.loads(file.read_text()) if file.exists() else []
+
+
+def _describe(file: Path, model: str, overrides: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
+    """The recipe and the class names of a weights file: its own, or the network's."""
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder: give a safetensors file, or a run directory with --run")
+    if not file.exists():
+        raise FileNotFoundError(f"there is no file of weights {file}")
+    try:
+        with safetensors.safe_open(file, "pt") as opened:
+            metadata = opened.metadata() or {}
+    except safetensors.SafetensorError:
+        raise ValueError(f"{file} is not a safetensors file, the only kind of weights that is read") from None
+    names = json.loads(metadata.get("classes", "[]"))
+    if model:
+        return model_recipe(model, overrides), names
+    if "recipe" not in metadata:
+        raise ValueError(f"{file} does not say which network it belongs to: give --model NAME (`gsanet models`)")
+    return make_recipe(yaml.safe_load(metadata["recipe"]), overrides), names
+
+
+def _count_classes(recipe: Recipe, source: Path) -> int:
+    """The number of classes, from the shape of the classifier."""
+    settings: Any = make_model(recipe, 0).pretrained_cfg
+    classifier = settings["classifier"]  # a name, or several
+    weight = f"{classifier if isinstance(classifier, str) else classifier[0]}.weight"
+    found = read_weights(source)
+    if weight not in found:
+        raise ValueError(f"the weights of {source} do not fit the model: {weight} is missing there")
+    return len(found[weight])

@@ -1,0 +1,151 @@
+"""Trained networks on a user's images, and the command."""
+
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+
+from gsanet.cli import main
+from gsanet.predict import Transform, View, load_classifier, predict_images
+from gsanet.train.data import DataSettings, open_data
+from gsanet.train.recipe import load_recipe
+from gsanet.train.weights import read_weights
+
+
+@pytest.fixture
+def gsanet(monkeypatch, capsys):
+    """Run the command in this process; its exit code, and what it printed and complained."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["gsanet", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        printed = capsys.readouterr()
+        return left.value.code, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def run(digits_run):
+    return digits_run / "gsa_resnet26_tiny"
+
+
+def test_images_are_seen_as_in_training(run, digit, tmp_path):
+    """The same pixels as the data path's, and so the same accuracy as its evaluation."""
+    recipe = load_recipe(str(run / "recipe.yaml"))
+    data = open_data("digits", recipe.data_settings, batch_size=64, seed=0, device="cpu", train=False)
+    images, labels = next(iter(data.val.batches()))
+    classifier = load_classifier(run, device="cpu")
+    pixels = ((images * 0.5 + 0.5) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    pictures = [Image.fromarray(np.ascontiguousarray(each)) for each in pixels]
+    seen = torch.stack([classifier.transform(picture) for picture in pictures])
+    torch.testing.assert_close(seen, images)
+    guesses = classifier.predict(pictures, top=3)
+    assert np.mean([guess[0].label == label for guess, label in zip(guesses, labels.tolist(), strict=True)]) > 0.8
+    assert all(len(guess) == 3 and guess[0].probability >= guess[1].probability for guess in guesses)
+
+
+def test_weights_with_and_without_what_they_are(run, digit, tmp_path):
+    expected = list(predict_images(load_classifier(run, device="cpu"), [digit]))
+    tensors, recipe = read_weights(run), (run / "recipe.yaml").read_text()
+    names = json.dumps([f"digit {number}" for number in range(10)])
+    safetensors.torch.save_file(tensors, tmp_path / "told.safetensors", {"recipe": recipe, "classes": names})
+    (found,) = predict_images(load_classifier(weights=tmp_path / "told.safetensors", device="cpu"), [digit])
+    assert [guess.probability for guess in found.guesses] == [guess.probability for guess in expected[0].guesses]
+    assert found.guesses[0].name == f"digit {found.guesses[0].label}"
+    safetensors.torch.save_file(tensors, tmp_path / "bare.safetensors")
+    options = {"model_kwargs.depths": [1, 1, 1], "model_kwargs.width": 0.25, "img_size": 8}
+    options |= {"data.mean": [0.5] * 3, "data.std": [0.5] * 3}
+    bare = load_classifier(None, "gsa_resnet26_tiny", tmp_path / "bare.safetensors", options, "cpu")
+    assert list(predict_images(bare, [digit])) == expected
+    assert not bare.class_names
+    with pytest.raises(ValueError, match="does not say which network"):
+        load_classifier(weights=tmp_path / "bare.safetensors")
+    with pytest.raises(ValueError, match="say so: --set img_size=64"):
+        load_classifier(None, "gsa_resnet26_tiny", tmp_path / "bare.safetensors", {**options, "img_size": 16})
+
+
+def test_the_view_of_an_image():
+    transform = Transform(DataSettings(img_size=(32, 32), crop_pct=0.5))
+    view = transform.view(Image.new("RGB", (200, 100)))
+    assert view == View((100, 200), (64, 128), (16, 48), (32, 32))
+    assert view.box == (75, 25, 125, 75)
+    assert view.locate(75, 25) == pytest.approx((0.32, 0.32))
+    assert view.locate(124, 74) == pytest.approx((31.68, 31.68))
+    for place in [(74, 30), (125, 30), (80, 24), (80, 75)]:
+        with pytest.raises(ValueError, match="X from 75 to 124 and Y from 25 to 74"):
+            view.locate(*place)
+    with pytest.raises(ValueError, match="outside of the image: X goes from 0 to 199"):
+        view.locate(200, 0)
+
+
+def test_the_picture_is_that_of_the_box():
+    """A black image with a white box where the view says it looks is seen all white."""
+    transform = Transform(DataSettings(img_size=(20, 30), crop_pct=0.5, mean=(0.0,) * 3, std=(1.0,) * 3))
+    image = Image.new("RGB", (300, 100))
+    left, top, right, bottom = map(round, transform.view(image).box)
+    image.paste("white", (left - 5, top - 5, right + 5, bottom + 5))
+    assert transform(image).min() == 1
+
+
+def test_the_command(gsanet, run, digit):
+    code, out, _ = gsanet("predict", digit, "--run", run, "--top", 2)
+    assert code == 0
+    assert "three.png" in out
+    assert "%" in out
+    assert len(out.strip().splitlines()) >= 3
+    code, out, _ = gsanet("predict", digit, "--run", run, "--json")
+    (found,) = json.loads(out)
+    assert code == 0
+    assert list(found) == ["image", "top", "note", "error"]
+    assert found["top"][0] == {"class": 3, "name": "3", "probability": pytest.approx(0.6, abs=0.4)}
+    assert len(found["top"]) == 5
+
+
+def test_a_folder_with_a_broken_file(gsanet, run, digit, tmp_path):
+    for number in range(9):
+        shutil.copy(digit, tmp_path / f"{number}.png")
+    (tmp_path / "4.png").write_bytes(b"broken")
+    (tmp_path / "[odd].png").write_bytes(digit.read_bytes())
+    code, out, complaint = gsanet("predict", tmp_path, "--run", run)
+    assert code == 0
+    assert out.count("█") >= 9
+    assert "1 of 10 images could not be read:" in complaint
+    assert "4.png is not an image" in complaint
+    code, out, _ = gsanet("predict", tmp_path, "--run", run, "--json")
+    assert [bool(each["error"]) for each in json.loads(out)].count(True) == 1
+    code, out, complaint = gsanet("predict", tmp_path / "4.png", tmp_path / "none.png", "--run", run)
+    assert code == 1
+    assert "2 of 2 images could not be read" in complaint
+    assert "there is no file" in complaint
+
+
+def test_help(gsanet):
+    code, out, _ = gsanet("predict", "--help")
+    assert code == 0
+    assert "--weights" in out
+
+
+def test_mistakes_are_one_line(gsanet, digits_run, run, digit, tmp_path):
+    for arguments, words in (
+        ([], "`gsanet demo`, then --run runs/quickstart/gsa_resnet26_tiny"),
+        (["--run", digits_run], "holds several runs: choose"),
+        (["--run", tmp_path], "is no run directory"),
+        (["--run", "nowhere"], "there is no run directory nowhere"),
+        (["--run", run, "--model", "gsa_resnet50"], "not both"),
+        (["--model", "gsa_resnet50"], "say which network"),
+        (["--weights", "nowhere"], "there is no file of weights nowhere"),
+        (["--weights", digit], "is not a safetensors file"),
+        (["--weights", run / "best" / "model.safetensors", "--model", "gsa_resnet38"], "do not fit the model"),
+    ):
+        code, _, complaint = gsanet("predict", digit, *arguments)
+        assert code == 2
+        assert words in complaint
+        assert len(complaint.strip().splitlines()) == 1
