@@ -1,4 +1,5 @@
 import os
+import sys
 
 # Two workers share two cores; more threads than that only get in each other's way. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,3 +33,19 @@ def backend(request):
 
     with use_backend(request.param):
         yield request.param
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """The command, in this process: importing torch anew takes longer than what is tested."""
+    from gsanet.cli import main
+
+    def run(*arguments, code=0):
+        monkeypatch.setattr(sys, "argv", ["gsanet", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        printed = capsys.readouterr()
+        assert left.value.code == code, printed.err
+        return printed.out if code == 0 else printed.err
+
+    return run
