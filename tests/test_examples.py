@@ -62,3 +62,11 @@ def test_detr_computes_the_networks_own_maps(tmp_path):
     with torch.no_grad():
         found, expected = detr.find_network(model)(images)[-1], network.forward_features(images)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_backbone_cost(capsys, monkeypatch):
+    import backbone_cost
+
+    monkeypatch.setattr("sys.argv", ["backbone_cost.py", "--size", "32x64", "--runs", "1"])
+    backbone_cost.main()
+    assert "| ResNet-50 | 23.51 |" in capsys.readouterr().out
