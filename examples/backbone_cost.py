@@ -1,4 +1,4 @@
-"""What a GSA network costs as a backbone beside ResNet-50, at a detector's image size: docs/backbone.md has the numbers.
+"""What a GSA network costs as a backbone beside ResNet-50, at a detector's image size: see docs/backbone.md.
 
 Run it: python examples/backbone_cost.py --size 800x1216
 """
