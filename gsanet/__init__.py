@@ -5,6 +5,7 @@ operation.
 """
 
 from gsanet import functional
+from gsanet.hub import from_pretrained, save_pretrained
 from gsanet.inference import fuse_for_inference
 from gsanet.layers import GlobalSelfAttention
 from gsanet.models import count_flops, count_parameters, create_model, list_models
@@ -17,7 +18,9 @@ __all__ = [
     "count_flops",
     "count_parameters",
     "create_model",
+    "from_pretrained",
     "functional",
     "fuse_for_inference",
     "list_models",
+    "save_pretrained",
 ]

@@ -351,6 +351,61 @@ def evaluate(
     PartialState().destroy_process_group()
 
 
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option(help="The file to write: .onnx, or .pt2 for exported.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="From `gsanet models`; or local-dir:FOLDER, hf-hub:USER/NAME.", show_default=False),
+    ] = "",
+    weights: Annotated[Path | None, typer.Option(help="Weights of the network: a safetensors file.")] = None,
+    run: Annotated[Path | None, typer.Option(help="A run directory, in the place of MODEL and --weights.")] = None,
+    format: Annotated[str, typer.Option(help="onnx, or exported: an archive for torch.export.load.")] = "onnx",
+    img_size: Annotated[
+        str, typer.Option(help="Image size, as 224 or 160x96. Default: what the network was made for.")
+    ] = "",
+    opset: Annotated[int, typer.Option(help="Of ONNX, 18 or later.")] = 18,
+    fuse: Annotated[bool, typer.Option(help="Fold batch norms into what they follow.")] = True,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Option of a named network, such as groups=[2,3,4].")
+    ] = None,
+) -> None:
+    """Write a network to a file that runs without this package, and check it against PyTorch on photographs."""
+    from gsanet.export import check_request, export_model, open_network
+    from gsanet.train.recipe import parse_overrides
+
+    size = _parse_size(img_size)
+    kind = check_request(out, format, opset)
+    source = open_network(model, weights, run, size, parse_overrides(settings or []))
+    _say(source.weights)
+    found = export_model(
+        source.model, out, kind, img_size=size, opset=opset, fuse=fuse, class_names=source.class_names, report=_say
+    )
+    for line in (
+        f"written: {found.file} ({found.size / 1e6:.1f} MB)",
+        f"input:   {found.inputs}",
+        f"output:  {found.outputs}",
+        f"largest difference from PyTorch: {found.difference:.1e} of the largest logit",
+    ):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+@app.command("publish")
+def publish_run(
+    run: Annotated[Path, typer.Option(help="A run directory: its best weights are published.")],
+    repo: Annotated[str, typer.Option(help="USER/NAME on the Hugging Face Hub; made if need be.")],
+    folder: Annotated[Path | None, typer.Option(help="Write the files here and upload nothing.")] = None,
+    license: Annotated[str, typer.Option(help="Of the weights, as the Hub spells it.")] = "apache-2.0",
+) -> None:
+    """Publish the network of a run on the Hugging Face Hub: weights, options, classes, preprocessing, a model card."""
+    from gsanet.hub import publish
+
+    where = publish(run, repo, folder, license, _say)
+    console.print(f"published: {where}" if folder is None else f"written: {where}", highlight=False, soft_wrap=True)
+    source = repo if folder is None else folder
+    console.print(f'to use it: gsanet.from_pretrained("{source}")', highlight=False, soft_wrap=True, markup=False)
+
+
 @recipes.callback(invoke_without_command=True)
 def list_recipes(context: typer.Context) -> None:
     """List the recipes that come with the package."""
@@ -530,6 +585,11 @@ def _overrides(settings: Sequence[str] | None, options: dict[str, str]) -> dict[
     from gsanet.train.recipe import parse_overrides
 
     return {**{key: value for key, value in options.items() if value}, **parse_overrides(settings or [])}
+
+
+def _say(line: str) -> None:
+    """A line about progress, away from what is printed for use."""
+    errors.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _mark(figure: str, matches: bool) -> str:

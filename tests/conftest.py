@@ -1,4 +1,5 @@
 import os
+import sys
 
 # Two workers share two cores; more threads than that only get in each other's way. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -57,3 +58,19 @@ def digit(tmp_path_factory):
     file = tmp_path_factory.mktemp("digit") / "three.png"
     Image.fromarray(np.rint(load_digits().images[3] * (255 / 16)).astype(np.uint8)).save(file)
     return file
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """The command, in this process: importing torch anew takes longer than what is tested."""
+    from gsanet.cli import main
+
+    def run(*arguments, code=0):
+        monkeypatch.setattr(sys, "argv", ["gsanet", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        printed = capsys.readouterr()
+        assert left.value.code == code, printed.err
+        return printed.out if code == 0 else printed.err
+
+    return run

@@ -286,13 +286,19 @@ NETWORKS: dict[str, tuple[ResNetSettings, dict[str, Any]]] = {
 default_cfgs = generate_default_cfgs({name: network_cfg(*network) for name, network in NETWORKS.items()})
 
 
+# Arguments that timm gives an entry point, and that make no difference to the network.
+NO_OPTIONS = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+
+
 def entry_point(name: str, settings: Any, module: str, network: type[ByobNet] = GSAResNet) -> Callable[..., nn.Module]:
     """The function behind a name, registered with timm as one of the module's."""
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        # Options that were stored as JSON come as lists.
+        kwargs = {option: tuple(value) if isinstance(value, list) else value for option, value in kwargs.items()}
         chosen = {field.name: kwargs[field.name] for field in fields(settings) if field.name in kwargs}
         features = range(replace(settings, **chosen).num_features)
-        return build_model_with_cfg(
+        model = build_model_with_cfg(
             network,
             name,
             pretrained,
@@ -301,6 +307,9 @@ def entry_point(name: str, settings: Any, module: str, network: type[ByobNet] = 
             feature_cfg={"flatten_sequential": True, "out_indices": tuple(features)},
             **kwargs,
         )
+        # What makes the same network again; `gsanet.save_pretrained` writes it beside the weights.
+        model.model_args = {option: value for option, value in kwargs.items() if option not in NO_OPTIONS}
+        return model
 
     create.__name__ = create.__qualname__ = name
     create.__module__ = module

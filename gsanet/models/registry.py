@@ -20,7 +20,7 @@ def create_model(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Modul
     """Make a network of this package, or any other that timm knows.
 
     Args:
-        name: As in `list_models()`.
+        name: As in `list_models()`; or `local-dir:FOLDER` or `hf-hub:USER/NAME` (see `gsanet.from_pretrained`).
         pretrained: Load the weights that belong to the name.
         kwargs: As in `timm.create_model`: `num_classes`, `in_chans`, `img_size`, `features_only`, ... and the options
             of the family (see `gsanet.models.GSAResNet`).
