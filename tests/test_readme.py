@@ -17,7 +17,8 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_code_blocks_run(name):
+def test_code_blocks_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
     exec(compile(BLOCKS[name], name, "exec"), {})
 
 
