@@ -239,7 +239,7 @@ def _card(
         "tags": ["image-classification", "timm", "gsanet"],
         "library_name": "timm",
         "license": license,
-        "description": f"`{name}` of [gsanet](https://pypi.org/project/gsanet).",
+        "description": f"`{name}` of the package gsanet.",
         "details": details,
         "usage": usage,
         **given,

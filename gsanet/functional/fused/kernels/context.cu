@@ -54,6 +54,7 @@ DEVICE void combine_threads(float (&values)[ACCESS], float* shared, Combine comb
   for (int i = 0; i < ACCESS; ++i) {
     const float* row = shared + i * THREADS + thread_index() % Threads::PER_PIXEL;
     values[i] = row[0];
+#pragma unroll 2
     for (int group = 1; group < Threads::PIXELS; ++group) values[i] = combine(values[i], row[group * Threads::PER_PIXEL]);
   }
 }
@@ -202,6 +203,7 @@ KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
   for (int unit = warp_index(); unit < HEADS * KEY_TILES; unit += WARPS) {
     const int head = unit / KEY_TILES, key = unit % KEY_TILES * 16;
     Sums sums = {};
+#pragma unroll 1
     for (int pixel = 0; pixel < count; pixel += DEPTH) {
       const auto weight = load_left_transposed<T, DEPTH>([&](int step) { return left.at(0, pixel + step, head) + key; });
 #pragma unroll
