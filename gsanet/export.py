@@ -154,7 +154,7 @@ def open_network(
         options: Of a named network.
     """
     from gsanet.train.run_network import load_run_network
-    from gsanet.train.weights import load_weights, read_weights
+    from gsanet.train.weights import head_names, load_weights, read_weights
 
     if run is not None:
         if weights is not None or options:
@@ -173,11 +173,9 @@ def open_network(
         return Source(
             create_model(model, **chosen).eval(), None, "Weights are random: give --weights FILE or --run DIR."
         )
-    classifier = timm.models.get_pretrained_cfg_value(model, "classifier")
-    names = (classifier,) if isinstance(classifier, str) else tuple(classifier or ())
-    heads = [tensor for name, tensor in read_weights(weights).items() if name in {f"{each}.weight" for each in names}]
-    if heads:
-        chosen.setdefault("num_classes", len(heads[0]))
+    heads = {f"{name}.weight" for name in head_names(timm.models.get_pretrained_cfg_value(model, "classifier"))}
+    if classes := [len(tensor) for name, tensor in read_weights(weights).items() if name in heads]:
+        chosen.setdefault("num_classes", classes[0])
     network = create_model(model, **chosen)
     return Source(network.eval(), None, load_weights(network, weights))
 
@@ -231,19 +229,6 @@ def _prepare(model: nn.Module, img_size: int | Size | None, fuse: bool) -> Any:
             )
         network.pretrained_cfg = {**network.pretrained_cfg, "input_size": (3, *to_2tuple(img_size))}
     return fuse_for_inference(network) if fuse else network.requires_grad_(False)
-
-
-@torch.no_grad()
-def _settle_norms(network: nn.Module) -> None:
-    """Give the batch norms of a new network the statistics of photographs: without any, activations overflow."""
-    norms = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d)]
-    before = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.momentum = 1.0
-    channels: int = getattr(network, "in_chans", 3)
-    network.train()(sample_photographs(_image_size(network), channels, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
-    for norm, momentum in zip(norms, before, strict=True):
-        norm.momentum = momentum
 
 
 def _image_size(network: Any) -> Size:

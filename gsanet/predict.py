@@ -22,7 +22,7 @@ from gsanet.train.engine import make_model
 from gsanet.train.evaluate_weights import model_recipe
 from gsanet.train.recipe import Recipe, make_recipe
 from gsanet.train.run_directory import CLASSES, RECIPE, read_run
-from gsanet.train.weights import load_exactly, read_weights
+from gsanet.train.weights import head_names, load_exactly, read_weights
 
 HOW_TO_GET_ONE = (
     "say which network: --run DIR of a training run, or --model NAME and --weights FILE. "
@@ -267,8 +267,7 @@ def _describe(file: Path, model: str, overrides: Mapping[str, Any]) -> tuple[Rec
 def _count_classes(recipe: Recipe, source: Path) -> int:
     """The number of classes, from the shape of the classifier."""
     settings: Any = make_model(recipe, 0).pretrained_cfg
-    classifier = settings["classifier"]  # a name, or several
-    weight = f"{classifier if isinstance(classifier, str) else classifier[0]}.weight"
+    weight = f"{head_names(settings['classifier'])[0]}.weight"
     found = read_weights(source)
     if weight not in found:
         raise ValueError(f"the weights of {source} do not fit the model: {weight} is missing there")

@@ -61,16 +61,28 @@ def digit(tmp_path_factory):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """The command, in this process: importing torch anew takes longer than what is tested."""
+def gsanet(monkeypatch, capsys):
+    """Run the command in this process; its exit code, and what it printed and complained."""
     from gsanet.cli import main
 
-    def run(*arguments, code=0):
-        monkeypatch.setattr(sys, "argv", ["gsanet", *arguments])
+    def run(*arguments):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["gsanet", *map(str, arguments)])
         with pytest.raises(SystemExit) as left:
             main()
         printed = capsys.readouterr()
-        assert left.value.code == code, printed.err
-        return printed.out if code == 0 else printed.err
+        return left.value.code, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def command(gsanet):
+    """The same with the exit code checked: what it printed, or complained where it failed."""
+
+    def run(*arguments, code=0):
+        left, out, complaint = gsanet(*arguments)
+        assert left == code, complaint
+        return out if code == 0 else complaint
 
     return run

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -10,26 +9,10 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from gsanet.cli import main
 from gsanet.predict import Transform, View, load_classifier, predict_images
 from gsanet.train.data import DataSettings, open_data
 from gsanet.train.recipe import load_recipe
 from gsanet.train.weights import read_weights
-
-
-@pytest.fixture
-def gsanet(monkeypatch, capsys):
-    """Run the command in this process; its exit code, and what it printed and complained."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["gsanet", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        printed = capsys.readouterr()
-        return left.value.code, printed.out, printed.err
-
-    return run
 
 
 @pytest.fixture

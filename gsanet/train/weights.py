@@ -1,6 +1,6 @@
 """Start from weights that were trained for other classes or another image size."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,7 @@ def load_weights(model: nn.Module, path: str | Path) -> str:
     target = model.state_dict()
     changed = [name for name in weights if name in target and weights[name].shape != target[name].shape]
     settings: Any = model.pretrained_cfg
-    classifier = settings["classifier"]  # a name, or several
-    head = (classifier,) if isinstance(classifier, str) else tuple(classifier)
+    head = head_names(settings["classifier"])
     left_out = [name for name in changed if name.rpartition(".")[0] in head]
     resized = [name for name in changed if name.endswith(TABLES)]
     _check_fit(weights, target, path, allowed={*left_out, *resized})
@@ -58,6 +57,11 @@ def load_weights(model: nn.Module, path: str | Path) -> str:
         old, new = (len(tensors[left_out[0]]) for tensors in (weights, target))
         parts.append(f"a new head for {new} classes in the place of {old}")
     return f"Weights of {path}: {', '.join(parts)}."
+
+
+def head_names(classifier: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The names of a network's last layers: timm's `pretrained_cfg` has one, several or none."""
+    return (classifier,) if isinstance(classifier, str) else tuple(classifier or ())
 
 
 def load_exactly(model: nn.Module, path: str | Path) -> None:

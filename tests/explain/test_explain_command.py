@@ -1,32 +1,18 @@
 """From a pixel of an image to the picture: the modules that are chosen, and the command."""
 
-import sys
-
 import numpy as np
 import pytest
 from PIL import Image
 
 import gsanet as package
-from gsanet.cli import main
 from gsanet.explain import choose_module, explain_image
 from gsanet.explain.figure import draw
 from gsanet.predict import load_classifier
 
 
-@pytest.fixture
-def gsanet(monkeypatch, capsys, tmp_path):
-    """Run the command in an empty folder; its exit code, and what it printed and complained."""
+@pytest.fixture(autouse=True)
+def _empty_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["gsanet", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        printed = capsys.readouterr()
-        return left.value.code, printed.out, printed.err
-
-    return run
 
 
 def network(**options):

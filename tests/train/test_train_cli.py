@@ -9,22 +9,16 @@ import time
 
 import pytest
 
-from gsanet.cli import main
-
 SMALL = ["--set", "model_kwargs.width=0.125", "--set", "model_kwargs.depths=[1, 1]", "--set", "epochs=1"]
 
 
 @pytest.fixture
-def gsanet(monkeypatch, capsys):
-    """Run the command in this process; its exit code, and what it printed."""
+def gsanet(gsanet):
+    """The command with what it printed and what it complained as one text."""
 
     def run(*arguments):
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["gsanet", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        printed = capsys.readouterr()
-        return left.value.code, printed.out + printed.err
+        code, out, complaint = gsanet(*arguments)
+        return code, out + complaint
 
     return run
 

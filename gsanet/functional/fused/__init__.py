@@ -56,9 +56,8 @@ def attention_map(
     centre = (
         x.new_zeros(norm.num_features, dtype=torch.float32) if norm.running_mean is None else norm.running_mean.float()
     )
-    # A copy: the running mean changes before the backward pass.
     out, _, used, *_ = ops.attention_map(
-        x, weight, rel_column, rel_row, norm_weight, norm_bias, centre.clone(), applied,
+        x, weight, rel_column, rel_row, norm_weight, norm_bias, centre, applied,
         num_heads, dim_key, content, stride, norm.eps,
     )  # fmt: skip
     if norm.training and norm.running_mean is not None:

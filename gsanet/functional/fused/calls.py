@@ -38,14 +38,13 @@ def machine(device: torch.device) -> Machine:
     return machine_of(device)
 
 
-def compile_ahead(device: torch.device, *runs: Callable[[], object]) -> None:
-    """Compile all kernels that some functions of meta tensors would launch on a device, many at a time."""
+def compile_ahead(device: torch.device, run: Callable[[], object]) -> None:
+    """Compile all kernels that a function of meta tensors would launch on a device, many at a time."""
     plans: list[Launch] = []
     with _recording:
         _recorders.append((device, plans))
         try:
-            for run in runs:
-                run()
+            run()
         finally:
             _recorders.pop()
     compile_all((plan.kernel for plan in plans), architecture_of(device))

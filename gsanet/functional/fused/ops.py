@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gsanet.functional import lean
 from gsanet.functional.backends import Axis
 from gsanet.functional.fused import calls
 from gsanet.functional.fused.plan import Shape, plan_line
@@ -68,21 +69,13 @@ positional_attention.register_autograd(_positional_gradient, setup_context=_save
 
 def _long_line_gradient(q: Tensor, v: Tensor, rel: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """By plain products, for columns too long for the kernel's registers."""
-    batch, length, width, heads, _ = q.shape
-    embeddings = rel.unfold(0, length, 1).flip(0)  # x, k, i
-    by_pixel = q.transpose(0, 1).flatten(1, 3)  # x, m, k
-    values, d_outs = (x.permute(0, 2, 3, 1, 4).flatten(0, 2) for x in (v, d_out))  # m, x, v
-    d_v = torch.bmm(torch.bmm(by_pixel, embeddings).permute(1, 2, 0), d_outs)  # m, i, v
-    d_scores = torch.bmm(d_outs, values.transpose(1, 2)).transpose(0, 1)  # x, m, i
-    d_q = torch.bmm(d_scores, embeddings.transpose(1, 2)).transpose(0, 1)  # m, x, k
+    length = q.shape[1]
+    d_q, d_v, d_windows = lean.mix_gradient(q, v, lean.windows(rel), d_out, (True, True, True))
     # Summed over x along the diagonals i - x: rows that overlap by all but one column put these under each other.
-    d_embeddings = torch.bmm(d_scores.transpose(1, 2), by_pixel)  # x, i, k
     shifted = rel.new_zeros(length * (2 * length - 1), rel.shape[1])
     shifted.as_strided((length, length, rel.shape[1]), ((2 * length - 2) * rel.shape[1], rel.shape[1], 1),
-                       (length - 1) * rel.shape[1]).copy_(d_embeddings)  # fmt: skip
-    d_rel = shifted.unflatten(0, (length, 2 * length - 1)).sum(0)
-    d_maps = (x.unflatten(0, (batch, width, heads)).permute(0, 3, 1, 2, 4) for x in (d_q, d_v))
-    return *d_maps, d_rel
+                       (length - 1) * rel.shape[1]).copy_(d_windows.transpose(1, 2))  # fmt: skip
+    return d_q, d_v, shifted.unflatten(0, (length, 2 * length - 1)).sum(0)
 
 
 def fits(like: Tensor, shape: tuple[int, int, int, int, int], axis: str, backward: bool, pool: bool = False) -> bool:
@@ -372,23 +365,27 @@ def _compile_ahead(
     """Compile all kernels of a module at once when it is first met, those of its gradient too if it is trained."""
     if device.type != "cuda":
         return
-    x = torch.empty(size, dtype=dtype, device="meta").to(memory_format=torch.channels_last)
-    weight = x.new_empty(rows, size[1])
-    column, row = (x.new_empty(2 * length - 1, dim_key // heads) for length in size[2:])
-    norm = x.new_empty(5, rows - dim_key * (2 if content else 1), dtype=torch.float32)
-    known = None if training else norm
+    tensors, norm = _module_on_meta(dtype, size, rows, heads, dim_key, content)
+    settings = (heads, dim_key, content, stride)
 
     def run() -> None:
-        out, column_out, applied, *vectors = _attention_map(
-            x, weight, column, row, norm[0], norm[1], norm[2], known, heads, dim_key, content, stride, 0.0
-        )
+        forward: Any = _attention_map
+        gradient: Any = _attention_map_gradient
+        out, *kept = forward(*tensors, norm[0], norm[1], norm[2], None if training else norm, *settings, 0.0)
         if training:
-            d_out = torch.empty_like(out)
-            saved = (column_out, applied, *vectors)
-            gradient: Any = _attention_map_gradient
-            gradient(d_out, x, weight, column, row, *saved, heads, dim_key, content, stride, False)
+            gradient(torch.empty_like(out), *tensors, *kept, *settings, False)
 
     calls.compile_ahead(device, run)
+
+
+def _module_on_meta(
+    dtype: torch.dtype, size: tuple[int, int, int, int], rows: int, heads: int, dim_key: int, content: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """(x, weight, rel_column, rel_row) of a module, and (5, channels) of its norm, without memory."""
+    x = torch.empty(size, dtype=dtype, device="meta").to(memory_format=torch.channels_last)
+    column, row = (x.new_empty(2 * length - 1, dim_key // heads) for length in size[2:])
+    norm = x.new_empty(5, rows - dim_key * (2 if content else 1), dtype=torch.float32)
+    return (x, x.new_empty(rows, size[1]), column, row), norm
 
 
 def _save_map(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -496,16 +493,11 @@ def _compile_inference_ahead(
     """Compile all kernels of a module at once when it is first met."""
     if device.type != "cuda":
         return
-    x = torch.empty(size, dtype=dtype, device="meta").to(memory_format=torch.channels_last)
-    weight = x.new_empty(rows, size[1])
-    column, row = (x.new_empty(2 * length - 1, dim_key // heads) for length in size[2:])
-    norm = x.new_empty(2, rows - dim_key * (2 if content else 1), dtype=torch.float32)
-
-    def run() -> None:
-        ends = norm if finish else None
-        _attention_map_inference(x, weight, column, row, norm, ends, heads, dim_key, content, stride)
-
-    calls.compile_ahead(device, run)
+    tensors, norm = _module_on_meta(dtype, size, rows, heads, dim_key, content)
+    ends = norm[:2] if finish else None
+    calls.compile_ahead(
+        device, lambda: _attention_map_inference(*tensors, norm[:2], ends, heads, dim_key, content, stride)
+    )
 
 
 def _refuse_gradient(ctx: Any, d_out: Tensor) -> None:

@@ -27,7 +27,6 @@ struct Arguments {
   int heads;
 };
 
-// Shared memory, in scalars, then floats for the reductions.
 // Where element (key, value) of the context vectors is, packed with keys or with values as columns.
 DEVICE int by_key(int key, int value) {
   constexpr int DEPTH = depth_of<T>(VALUE_WIDTH);
@@ -39,6 +38,7 @@ DEVICE int by_value(int key, int value) {
   return packed_index<T, DEPTH>(value, key, QUERY_WIDTH / DEPTH);
 }
 
+// Shared memory, in scalars, then floats for the reductions.
 constexpr int RIGHT_TILE = LeftTile::SIZE;
 constexpr int REDUCTION = RIGHT_TILE + RightTile::SIZE + 16;
 

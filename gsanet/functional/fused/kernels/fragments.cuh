@@ -90,71 +90,54 @@ DEVICE Right<T, DEPTH> load_right_transposed(Row row) {
   return right;
 }
 
-// COUNT neighbouring groups of 8 columns, as many at once as there are in one instruction.
-template <class T, int DEPTH, int COUNT, class Row>
-DEVICE void load_right(Right<T, DEPTH> (&right)[COUNT], Row row) {
+// COUNT right operands, as many at once as there are in one instruction: `address(i)` is this lane's row of those from
+// number i on, `one(i)` loads a single one.
+template <bool TRANSPOSED, class T, int DEPTH, int COUNT, class Address, class One>
+DEVICE void load_several(Right<T, DEPTH> (&right)[COUNT], Address address, One one) {
   constexpr int AT_ONCE = IS_FLOAT<T> ? 1 : 32 / DEPTH;
-  const int lane = lane_index();
 #pragma unroll
   for (int i = 0; i < COUNT; i += AT_ONCE) {
     if constexpr (AT_ONCE > 1) {
       if (i + AT_ONCE <= COUNT) {
         Word words[4];
-        load_matrices<4, false>(words, DEPTH == 16 ? row(i * 8 + lane % 8 + lane / 16 * 8) + lane / 8 % 2 * 8
-                                                   : row(i * 8 + lane));
+        load_matrices<4, TRANSPOSED>(words, address(i));
 #pragma unroll
         for (int j = 0; j < 4; ++j) right[i + j / (DEPTH / 8)].words[j % (DEPTH / 8)] = words[j];
         continue;
       }
     }
 #pragma unroll
-    for (int j = i; j < COUNT && j < i + AT_ONCE; ++j)
-      right[j] = load_right<T, DEPTH>([&](int column) { return row(j * 8 + column); });
+    for (int j = i; j < COUNT && j < i + AT_ONCE; ++j) right[j] = one(j);
   }
 }
 
-// The same where the sum runs across rows: COUNT groups of 8 columns side by side.
+// Neighbouring groups of 8 columns.
+template <class T, int DEPTH, int COUNT, class Row>
+DEVICE void load_right(Right<T, DEPTH> (&right)[COUNT], Row row) {
+  const int lane = lane_index();
+  load_several<false>(
+      right,
+      [&](int i) {
+        return DEPTH == 16 ? row(i * 8 + lane % 8 + lane / 16 * 8) + lane / 8 % 2 * 8 : row(i * 8 + lane);
+      },
+      [&](int i) { return load_right<T, DEPTH>([&](int column) { return row(i * 8 + column); }); });
+}
+
+// The same where the sum runs across rows: groups of 8 columns side by side.
 template <class T, int DEPTH, int COUNT, class Row>
 DEVICE void load_right_transposed(Right<T, DEPTH> (&right)[COUNT], Row row) {
-  constexpr int AT_ONCE = IS_FLOAT<T> ? 1 : 32 / DEPTH;
   const int lane = lane_index();
-#pragma unroll
-  for (int i = 0; i < COUNT; i += AT_ONCE) {
-    if constexpr (AT_ONCE > 1) {
-      if (i + AT_ONCE <= COUNT) {
-        Word words[4];
-        load_matrices<4, true>(words, row(lane % DEPTH) + i * 8 + lane / DEPTH * 8);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) right[i + j / (DEPTH / 8)].words[j % (DEPTH / 8)] = words[j];
-        continue;
-      }
-    }
-#pragma unroll
-    for (int j = i; j < COUNT && j < i + AT_ONCE; ++j)
-      right[j] = load_right_transposed<T, DEPTH>([&](int step) { return row(step) + j * 8; });
-  }
+  load_several<true>(
+      right, [&](int i) { return row(lane % DEPTH) + i * 8 + lane / DEPTH * 8; },
+      [&](int i) { return load_right_transposed<T, DEPTH>([&](int step) { return row(step) + i * 8; }); });
 }
 
 // The same one group wide and COUNT depths long, one under the other.
 template <class T, int DEPTH, int COUNT, class Row>
 DEVICE void load_right_transposed_long(Right<T, DEPTH> (&right)[COUNT], Row row) {
-  constexpr int AT_ONCE = IS_FLOAT<T> ? 1 : 32 / DEPTH;
-  const int lane = lane_index();
-#pragma unroll
-  for (int i = 0; i < COUNT; i += AT_ONCE) {
-    if constexpr (AT_ONCE > 1) {
-      if (i + AT_ONCE <= COUNT) {
-        Word words[4];
-        load_matrices<4, true>(words, row(i * DEPTH + lane));
-#pragma unroll
-        for (int j = 0; j < 4; ++j) right[i + j / (DEPTH / 8)].words[j % (DEPTH / 8)] = words[j];
-        continue;
-      }
-    }
-#pragma unroll
-    for (int j = i; j < COUNT && j < i + AT_ONCE; ++j)
-      right[j] = load_right_transposed<T, DEPTH>([&](int step) { return row(j * DEPTH + step); });
-  }
+  load_several<true>(
+      right, [&](int i) { return row(i * DEPTH + lane_index()); },
+      [&](int i) { return load_right_transposed<T, DEPTH>([&](int step) { return row(i * DEPTH + step); }); });
 }
 
 // A matrix in global memory as its fragments follow each other, 8 columns by DEPTH after the other, so that each is read by

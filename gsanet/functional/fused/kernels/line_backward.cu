@@ -224,15 +224,31 @@ DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_
 
 constexpr int VALUE_DEPTH = depth_of<T>(VALUE_WIDTH), VALUE_STEPS = VALUE_WIDTH / VALUE_DEPTH;
 
+// Context vectors, or their gradient, of a head for eight keys: right operands whose sums run along the values.
+struct KeyColumns {
+  Right<T, VALUE_DEPTH> right[VALUE_STEPS];
+
+  DEVICE KeyColumns(const T* context, int tile) {
+#pragma unroll
+    for (int step = 0; step < VALUE_STEPS; ++step)
+      right[step] = load_right_packed<T, VALUE_DEPTH>(context, tile * VALUE_STEPS + step);
+  }
+
+  // Adds the products of 16 pixels of a pair, from `pixel` on.
+  DEVICE void add_products(float (&sums)[4], ValueTile left, int pair, int pixel) const {
+#pragma unroll
+    for (int step = 0; step < VALUE_STEPS; ++step)
+      multiply(sums, load_left<T, VALUE_DEPTH>([&](int row) { return left.of_pair(pair, pixel + row) + step * VALUE_DEPTH; }),
+               right[step]);
+  }
+};
+
 // dQ += dY C^T, for all pixels of a pair, in the tile of dQ.
 DEVICE void add_content_to_queries(QueryTile queries, ValueTile gradient, int pair, const T* context) {
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
 #pragma unroll
   for (int tile = 0; tile < QUERY_TILES; ++tile) {
-    Right<T, VALUE_DEPTH> right[VALUE_STEPS];
-#pragma unroll
-    for (int step = 0; step < VALUE_STEPS; ++step)
-      right[step] = load_right_packed<T, VALUE_DEPTH>(context, tile * VALUE_STEPS + step);
+    const KeyColumns columns(context, tile);
 #pragma unroll
     for (int i = 0; i < LINE_TILES; ++i) {
       T* upper = queries.of_pair(pair, i * 16 + row) + tile * 8 + column;
@@ -240,11 +256,7 @@ DEVICE void add_content_to_queries(QueryTile queries, ValueTile gradient, int pa
       float sums[4];
       load_two(upper, sums[0], sums[1]);
       load_two(lower, sums[2], sums[3]);
-#pragma unroll
-      for (int step = 0; step < VALUE_STEPS; ++step)
-        multiply(sums,
-                 load_left<T, VALUE_DEPTH>([&](int pixel) { return gradient.of_pair(pair, i * 16 + pixel) + step * VALUE_DEPTH; }),
-                 right[step]);
+      columns.add_products(sums, gradient, pair, i * 16);
       // Rows past the line are padding, which stays zero even if the context vectors are not finite.
       if (i * 16 + row < LENGTH) store_two(upper, sums[0], sums[1]);
       if (i * 16 + row + 8 < LENGTH) store_two(lower, sums[2], sums[3]);
@@ -297,20 +309,13 @@ DEVICE void differentiate_content(ValueSums& d_values, QueryTile keys, ValueTile
   warp_barrier();  // the keys have been read
 #pragma unroll
   for (int tile = 0; tile < QUERY_TILES; ++tile) {
-    Right<T, VALUE_DEPTH> right[VALUE_STEPS];
-#pragma unroll
-    for (int step = 0; step < VALUE_STEPS; ++step)
-      right[step] = load_right_packed<T, VALUE_DEPTH>(context, tile * VALUE_STEPS + step);
+    const KeyColumns columns(context, tile);
     const int channel = tile * 8 + column;
     const float first = channel < KEY ? offset[channel] : 0.f, second = channel + 1 < KEY ? offset[channel + 1] : 0.f;
 #pragma unroll
     for (int i = 0; i < LINE_TILES; ++i) {
       float sums[4] = {-first, -second, -first, -second};
-#pragma unroll
-      for (int step = 0; step < VALUE_STEPS; ++step)
-        multiply(sums,
-                 load_left<T, VALUE_DEPTH>([&](int pixel) { return values.of_pair(pair, i * 16 + pixel) + step * VALUE_DEPTH; }),
-                 right[step]);
+      columns.add_products(sums, values, pair, i * 16);
       T* upper = keys.of_pair(pair, i * 16 + row) + channel;
       T* lower = keys.of_pair(pair, i * 16 + row + 8) + channel;
       float weights[4];
