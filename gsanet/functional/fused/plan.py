@@ -13,7 +13,6 @@ from gsanet.functional.fused.compiler import Specialisation, specialise
 SCALARS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 BAND = 64  # pixels of a line whose scores are held at a time
 LONGEST = 320  # pixels of a line
-CONTEXT_WARPS = 8
 WIDTHS = range(4, 129)  # channels of a head
 
 
@@ -196,6 +195,9 @@ def plan_context(
         pieces += 1  # padding may take more than the channels themselves
     length = -(-pixels // pieces)
     pieces = -(-pixels // length)  # none is empty
+    # A warp takes 16 keys of one head; the wider ones of these need more registers.
+    warps = 8 if heads * -(-shape.key // 16) > 4 else 4
+    blocks = (3 if widest <= 16 else 2) * 8 // warps
     constants: dict[str, int | str] = {
         "SCALAR": SCALARS[shape.dtype],
         "LENGTH": length,
@@ -203,24 +205,24 @@ def plan_context(
         "VALUE": shape.value,
         "HEADS": heads,
         "LINES": 1,
-        "WARPS": CONTEXT_WARPS,
-        "BLOCKS": 3 if widest <= 16 else 2,
+        "WARPS": warps,
+        "BLOCKS": blocks,
         "VECTOR": shape.vector,
         "SOFTMAX": softmax,
         "POOL": pool,
         "WHOLE": pieces == 1,
     }
     partial = specialise("context.cu", "context_partial", **constants)
-    launches = [Launch(partial, (images * pieces, shape.heads // heads), 32 * CONTEXT_WARPS, shared)]
+    launches = [Launch(partial, (images * pieces, shape.heads // heads), 32 * warps, shared)]
     if pieces > 1:
         combine = specialise("context.cu", "context_combine" if softmax else "context_gradient", **constants)
-        launches.append(Launch(combine, (images * shape.heads, 1), 32 * CONTEXT_WARPS, 0))
+        launches.append(Launch(combine, (images * shape.heads, 1), 32 * warps, 0))
     return tuple(launches)
 
 
 def _context_memory(shape: Shape, heads: int, length: int) -> int:
     tiles = sum(shape.tile(shape.padded(width), heads, 1, length) for width in (shape.key, shape.value))
-    return _round_up((tiles + 16) * shape.size + 4 * (32 * CONTEXT_WARPS * 16 // shape.size + heads * shape.key), 16)
+    return _round_up((tiles + 16) * shape.size, 16)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 // The context vectors of content attention, C = softmax(K)^T V over all pixels of an image, and their gradient Q^T dY.
 //
 // Both are sums over pixels of products of two maps. `context_partial` takes LENGTH pixels of an image and some of its
-// heads at a time (SOFTMAX: with exp(K - max), max over these pixels). Where that is the whole image (WHOLE) it finishes the
+// heads at a time, a warp 16 keys of one head (SOFTMAX: with exp(K - max), max over these pixels, in registers). Where that is the whole image (WHOLE) it finishes the
 // work, else `context_combine` or `context_gradient` brings the pieces of an image together, in order.
 #include "tiles.cuh"
 
@@ -38,25 +38,35 @@ DEVICE int by_value(int key, int value) {
   return packed_index<T, DEPTH>(value, key, QUERY_WIDTH / DEPTH);
 }
 
-// Shared memory, in scalars, then floats for the reductions.
+// Shared memory, in scalars; what products read past the last head's keys ends before the values do.
 constexpr int RIGHT_TILE = LeftTile::SIZE;
-constexpr int REDUCTION = RIGHT_TILE + RightTile::SIZE + 16;
+constexpr int TILES = RIGHT_TILE + RightTile::SIZE + 16;
 
-// The results of the threads that share channels, brought together for each of them.
-template <class Combine>
-DEVICE void combine_threads(float (&values)[ACCESS], float* shared, Combine combine) {
-  using Threads = Accesses<KEY>;
-  block_barrier();
+constexpr int DEPTH = depth_of<T>(16);  // pixels that one product sums over
+constexpr int KEY_TILES = (KEY + 15) / 16;
+constexpr int KEY_HALVES = KEY > 8 ? 2 : 1;  // groups of eight keys in a tile of 16 that hold any
+
+// change(key, half) for each key of a left operand, of its rows lane / 4 (half 0) and lane / 4 + 8 (half 1).
+template <class S = T, class Change>
+DEVICE void change_keys(Left<S, DEPTH>& keys, Change change) {
 #pragma unroll
-  for (int i = 0; i < ACCESS; ++i) shared[i * THREADS + thread_index()] = values[i];
-  block_barrier();
-#pragma unroll
-  for (int i = 0; i < ACCESS; ++i) {
-    const float* row = shared + i * THREADS + thread_index() % Threads::PER_PIXEL;
-    values[i] = row[0];
-#pragma unroll 2
-    for (int group = 1; group < Threads::PIXELS; ++group) values[i] = combine(values[i], row[group * Threads::PER_PIXEL]);
+  for (int i = 0; i < 4; ++i) {
+    if (i % 2 >= KEY_HALVES) continue;
+    if constexpr (IS_FLOAT<S>) {
+      keys.words[i] = float_bits(change(bits_float(keys.words[i]), i % 2));
+    } else {
+      float first, second;
+      unpack<S>(keys.words[i], first, second);
+      keys.words[i] = pack<S>(change(first, i % 2), change(second, i % 2));
+    }
   }
+}
+
+// The same result for the four lanes that share rows of a left operand.
+template <class Combine>
+DEVICE float combine_row(float value, Combine combine) {
+  value = combine(value, shuffle_xor(value, 1));
+  return combine(value, shuffle_xor(value, 2));
 }
 
 using Sums = float[VALUE_WIDTH / 8][4];
@@ -73,45 +83,56 @@ DEVICE void write_partial(float* out, int key, const Sums& sums) {
     }
 }
 
-// The same where these are the sums over the whole image: context vectors, or their gradient.
-DEVICE void finish_head(const Arguments& arguments, long long image_head, int key, const Sums& sums, const float* totals) {
+// Element `index` of a packed matrix and the one after it along its depth, of which the first is even.
+template <class S>
+DEVICE void store_packed(S* matrix, int index, float first, float second) {
+  if constexpr (IS_FLOAT<S>)
+    matrix[index] = first, matrix[index + 2] = second;
+  else
+    store_two(matrix + index, first, second);
+}
+
+// The same where these are the sums over the whole image: context vectors, or their gradient. `inverse` is 1 / the sum of
+// the softmax, of rows lane / 4 and lane / 4 + 8.
+DEVICE void finish_head(const Arguments& arguments, long long image_head, int key, const Sums& sums,
+                        const float (&inverse)[2]) {
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
   const long long start = image_head * QUERY_WIDTH * VALUE_WIDTH;
   T* const straight = (SOFTMAX ? arguments.context : arguments.gradient) + start;
   T* const turned = (SOFTMAX ? arguments.turned : arguments.gradient_turned) + start;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < KEY_HALVES; ++half) {
     const int k = key + row + half * 8;
-    const bool exists = k < KEY;
-    float inverse = 0.f, offset = 0.f;
-    if (exists) inverse = SOFTMAX ? 1.f / totals[k] : arguments.key_inverse[image_head * KEY + k];
+    const bool exists = k < KEY, stored = k < QUERY_WIDTH;
+    float offset = 0.f;
 #pragma unroll
-    for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int v = tile * 8 + column + i;
-        const float result = exists ? sums[tile][half * 2 + i] * inverse : 0.f;
-        if (k >= QUERY_WIDTH) continue;
-        if (!SOFTMAX && exists) offset += result * to_float(arguments.context[start + by_key(k, v)]);
-        straight[by_key(k, v)] = to_scalar<T>(result);
-        turned[by_value(k, v)] = to_scalar<T>(result);
-      }
+    for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile) {
+      const int v = tile * 8 + column;
+      const float first = exists ? sums[tile][half * 2] * inverse[half] : 0.f;
+      const float second = exists ? sums[tile][half * 2 + 1] * inverse[half] : 0.f;
+      if constexpr (!SOFTMAX)
+        if (exists)
+          offset += first * to_float(arguments.context[start + by_key(k, v)]) +
+                    second * to_float(arguments.context[start + by_key(k, v + 1)]);
+      // Turned, keys k and k + 1 lie side by side: the lane of the even one takes both for v, the other for v + 1.
+      const bool odd = row % 2;
+      const float received = shuffle_xor(odd ? first : second, 4);
+      if (!stored) continue;
+      store_packed(straight, by_key(k, v), first, second);
+      store_packed(turned, by_value(k - odd, v + odd), odd ? received : first, odd ? second : received);
+    }
     if constexpr (SOFTMAX) {
-      if (exists && column == 0) arguments.key_inverse[image_head * KEY + k] = inverse;
+      if (exists && column == 0) arguments.key_inverse[image_head * KEY + k] = inverse[half];
     } else {
-      offset += shuffle_xor(offset, 1);
-      offset += shuffle_xor(offset, 2);
+      offset = combine_row(offset, [](float a, float b) { return a + b; });
       if (exists && column == 0) arguments.key_offset[image_head * KEY + k] = offset;
     }
   }
 }
 
 KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
-  static_assert(Accesses<KEY>::PER_PIXEL <= THREADS, "a thread has one group of channels");
   SHARED_MEMORY(memory);
   T* const shared = reinterpret_cast<T*>(memory);
-  float* const reduction = reinterpret_cast<float*>(shared + REDUCTION);
-  float* const totals = reduction + ACCESS * THREADS;  // of the softmax, for each channel
   const LeftTile left{shared};
   const RightTile right{shared + RIGHT_TILE};
   const int image = block_index() / arguments.pieces, piece = block_index() % arguments.pieces;
@@ -119,7 +140,7 @@ KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
   const int count = arguments.pixels - begin < LENGTH ? arguments.pixels - begin : LENGTH;
   const int first_head = block_row() * HEADS;
 
-  fill_with_zeros(shared, REDUCTION);
+  fill_with_zeros(shared, TILES);
   block_barrier();
   auto copy = [&](auto tile, const Map& map, auto width, auto pooled) {
     constexpr int WIDTH = decltype(width)::value;
@@ -156,67 +177,66 @@ KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
   wait_for_copies();
   block_barrier();
 
-  if constexpr (SOFTMAX) {
-    float largest[ACCESS], sum[ACCESS] = {};
-#pragma unroll
-    for (int i = 0; i < ACCESS; ++i) largest[i] = -infinity();
-    auto visit = [&](auto change) {
-      Accesses<KEY>::visit([&](int head, int channel) {
-        return Moves{[=](int, int pixel) { return read_access(left.at(0, pixel, head) + channel); },
-                     [=](const Access& access, int, int pixel) {
-                       if (pixel >= count) return;
-                       float values[ACCESS];
-                       to_floats(values, access);
-                       change(values, left.at(0, pixel, head) + channel);
-                     }};
-      });
-    };
-    visit([&](const float(&keys)[ACCESS], T*) {
-#pragma unroll
-      for (int i = 0; i < ACCESS; ++i) largest[i] = largest[i] < keys[i] ? keys[i] : largest[i];
-    });
-    combine_threads(largest, reduction, [](float a, float b) { return a < b ? b : a; });
-    visit([&](float(&keys)[ACCESS], T* place) {
-#pragma unroll
-      for (int i = 0; i < ACCESS; ++i) keys[i] = exponential(keys[i] - largest[i]);
-      write_access(place, keys);
-      to_floats(keys, read_access(place));  // the sum is of what is multiplied, rounded
-#pragma unroll
-      for (int i = 0; i < ACCESS; ++i) sum[i] += keys[i];
-    });
-    combine_threads(sum, reduction, [](float a, float b) { return a + b; });
-    if (thread_index() < Accesses<KEY>::PER_PIXEL) {
-      const long long own = static_cast<long long>(block_index()) * arguments.heads * KEY + first_head * KEY + thread_index() * ACCESS;
-#pragma unroll
-      for (int i = 0; i < ACCESS; ++i) {
-        (WHOLE ? arguments.key_max : arguments.maxima)[own + i] = largest[i];
-        if constexpr (WHOLE)
-          totals[thread_index() * ACCESS + i] = sum[i];
-        else
-          arguments.sums[own + i] = sum[i];
-      }
+  if constexpr (SOFTMAX)
+    if (count % DEPTH) {  // pixels that do not exist weigh nothing
+      for (int i = thread_index(); i < (round_up(count, DEPTH) - count) * HEADS * KEY; i += THREADS)
+        left.at(0, count + i / (HEADS * KEY), i / KEY % HEADS)[i % KEY] = to_scalar<T>(-infinity());
+      block_barrier();
     }
-    block_barrier();
-  }
 
-  constexpr int DEPTH = depth_of<T>(16), KEY_TILES = (KEY + 15) / 16;
   for (int unit = warp_index(); unit < HEADS * KEY_TILES; unit += WARPS) {
     const int head = unit / KEY_TILES, key = unit % KEY_TILES * 16;
-    Sums sums = {};
-#pragma unroll 1
-    for (int pixel = 0; pixel < count; pixel += DEPTH) {
-      const auto weight = load_left_transposed<T, DEPTH>([&](int step) { return left.at(0, pixel + step, head) + key; });
+    const long long image_head = static_cast<long long>(image) * arguments.heads + first_head + head;
+    const long long piece_head = static_cast<long long>(block_index()) * arguments.heads + first_head + head;
+    auto keys_of = [&](int pixel) {
+      return load_left_transposed<T, DEPTH>([&](int step) { return left.at(0, pixel + step, head) + key; });
+    };
+    float largest[2] = {-infinity(), -infinity()}, total[2] = {};
+    if constexpr (SOFTMAX) {
+      auto larger = [](float a, float b) { return a < b ? b : a; };
+#pragma unroll 2
+      for (int pixel = 0; pixel < count; pixel += DEPTH) {
+        auto keys = keys_of(pixel);
+        change_keys(keys, [&](float value, int half) { return largest[half] = larger(largest[half], value), value; });
+      }
 #pragma unroll
-      for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile)
-        multiply(sums[tile], weight, load_right_transposed<T, DEPTH>([&](int step) {
-                   return right.at(0, pixel + step, head) + tile * 8;
-                 }));
+      for (int half = 0; half < KEY_HALVES; ++half) largest[half] = combine_row(largest[half], larger);
+    }
+    Sums sums = {};
+#pragma unroll 2
+    for (int pixel = 0; pixel < count; pixel += DEPTH) {
+      auto weights = keys_of(pixel);
+      if constexpr (SOFTMAX) {
+        change_keys(weights, [&](float value, int half) { return exponential(value - largest[half]); });
+        // The sum is of what is multiplied, rounded.
+        auto rounded = weights;
+        change_keys(rounded, [&](float value, int half) { return total[half] += value, value; });
+      }
+      Right<T, DEPTH> values[VALUE_WIDTH / 8];
+      load_right_transposed(values, [&](int step) { return right.at(0, pixel + step, head); });
+#pragma unroll
+      for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile) multiply(sums[tile], weights, values[tile]);
+    }
+    const int row = lane_index() / 4;
+    float inverse[2] = {};
+#pragma unroll
+    for (int half = 0; half < KEY_HALVES; ++half) {
+      const int k = key + row + half * 8;
+      if constexpr (SOFTMAX) {
+        total[half] = combine_row(total[half], [](float a, float b) { return a + b; });
+        inverse[half] = 1.f / total[half];
+        if (k < KEY && lane_index() % 4 == 0) {
+          (WHOLE ? arguments.key_max : arguments.maxima)[piece_head * KEY + k] = largest[half];
+          if constexpr (!WHOLE) arguments.sums[piece_head * KEY + k] = total[half];
+        }
+      } else if constexpr (WHOLE) {
+        inverse[half] = k < KEY ? arguments.key_inverse[image_head * KEY + k] : 0.f;
+      }
     }
     if constexpr (WHOLE)
-      finish_head(arguments, image * arguments.heads + first_head + head, key, sums, totals + head * KEY);
+      finish_head(arguments, image_head, key, sums, inverse);
     else
-      write_partial(arguments.partial + (static_cast<long long>(block_index()) * arguments.heads + first_head + head) * KEY * VALUE,
-                    key, sums);
+      write_partial(arguments.partial + piece_head * KEY * VALUE, key, sums);
   }
 }
 

@@ -1,0 +1,134 @@
+"""Every way to cut the lines of a map into blocks, timed: what `gsanet.functional.fused.plan` should choose.
+
+    python benchmarks/plans.py --maps 56x56x64 28x28x128 --batch 256
+
+For each map and each kernel it prints the time of the plan in use, and of the faster ones among all that fit. A cut is
+heads x lines of a block, then warps of a block, then blocks on a multiprocessor.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from measure import Graphed
+from torch import Tensor
+
+from gsanet.bench import milliseconds, one_line
+from gsanet.functional.fused import calls, plan
+from gsanet.functional.fused.compiler import architecture_of, compile_all
+
+HEADS = 8
+LINES = ("column", "row", "row's gradient", "column's gradient")  # the kernels that a plan cuts
+Cut = tuple[int, int, int, int]
+Run = Callable[[], object]
+
+
+def kernels(height: int, width: int, channels: int, batch: int, pool: bool) -> dict[str, Run]:
+    """The four line kernels of a module in training, as functions to call."""
+
+    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(*shape, device="cuda").to(dtype)
+
+    size = (batch, height, width, HEADS, channels // HEADS)
+    # As the module has them: q, k and v beside each other, so that pixels are 3 channels apart.
+    q, k, v = random(*size[:3], 3 * channels).unflatten(3, (3 * HEADS, -1)).split(HEADS, 3)
+    d_q, d_k, d_v = torch.empty_like(random(*size[:3], 3 * channels)).unflatten(3, (3 * HEADS, -1)).split(HEADS, 3)
+    column, d_column = random(*size), random(*size)
+    d_out = random(batch, height // (1 + pool), width // (1 + pool), *size[3:])
+    column_table, row_table = random(2 * height - 1, size[4]), random(2 * width - 1, size[4])
+    applied = torch.rand(5, channels, device="cuda")
+    vectors = calls.context_vectors(k, v)
+    gradient, turned, offset = calls.context_gradient(q, d_out, vectors, pool)
+    content = calls.ContentGradient(k, d_k, gradient, turned, vectors.key_max, offset)
+    return {
+        "column": lambda: calls.attend(q, v, column_table, "column", centre=applied[2]),
+        "row": lambda: calls.attend(q, column, row_table, "row", norm=applied, context=vectors.turned, pool=pool),
+        "row's gradient": lambda: calls.attend_gradient(
+            q, column, row_table, d_out, "row", d_q, d_column,
+            norm=applied, moments=applied[2:4], context=vectors.context, pool=pool,
+        ),
+        "column's gradient": lambda: calls.attend_gradient(
+            q, v, column_table, d_column, "column", d_q, d_v,
+            accumulate=True, coefficients=applied, normalised=column, content=content,
+        ),
+        "context vectors": lambda: calls.context_vectors(k, v),
+        "their gradient": lambda: calls.context_gradient(q, d_out, vectors, pool),
+    }  # fmt: skip
+
+
+def cuts(backward: bool) -> Iterator[Cut]:
+    """All that the kernels' sources allow, whether they fit or not."""
+    shares = [(heads, lines) for heads, lines in itertools.product((8, 4, 2), (1, 2, 4, 8)) if heads * lines in (8, 16)]
+    loads = [(8, 1), (8, 2), (8, 3), (16, 1)] if backward else [(8, 1), (8, 2), (8, 3), (8, 4)]
+    for share, load in itertools.product(shares, loads):
+        yield *share, *load
+
+
+@contextmanager
+def forced(cut: Cut) -> Iterator[None]:
+    """Plans of this cut and no other; more blocks than fit count as none."""
+    heads, lines, warps, blocks = cut
+
+    def choose(*arguments: Any) -> tuple[int, int] | None:
+        fitting = arguments[1] if len(arguments) == 2 else arguments[3]
+        return (warps, blocks) if blocks <= fitting else None
+
+    plan.plan_line.cache_clear()
+    with mock.patch.multiple(plan, _cuts=lambda _: [(heads, lines)], _backward_warps=choose, _forward_warps=choose):
+        yield
+    plan.plan_line.cache_clear()
+
+
+def planned(run: Run) -> plan.Launch | None:
+    """The line kernel that a call would launch, or None if nothing fits."""
+    launches: list[plan.Launch] = []
+    with mock.patch.object(calls, "launch", lambda launch, *_: launches.append(launch)):
+        try:
+            run()
+        except AssertionError:  # there is no plan
+            return None
+    return launches[0]
+
+
+def main() -> None:
+    """Time all cuts of all kernels."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--maps", nargs="+", default=["56x56x64", "28x28x128", "14x14x256", "7x7x512"])
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--pool", action="store_true", help="the module averages 2 x 2 pixels")
+    parser.add_argument("--show", type=int, default=3, help="so many of the fastest")
+    options = parser.parse_args()
+    device = torch.device("cuda", 0)
+    for text in options.maps:
+        height, width, channels = map(int, text.split("x"))
+        for name, run in kernels(height, width, channels, options.batch, options.pool).items():
+            found: dict[Cut, plan.Launch] = {}
+            for cut in cuts("gradient" in name) if name in LINES else ():
+                with forced(cut):
+                    if (launch := planned(run)) is not None:
+                        found[cut] = launch
+            compile_all((launch.kernel for launch in found.values()), architecture_of(device))
+            runs: dict[str, Run] = {"as planned": Graphed(run)}
+            for cut in found:
+                heads, lines, warps, blocks = cut
+                runs[f"{heads} x {lines}, {warps} warps, {blocks} blocks"] = Graphed(partial(run_with, cut, run))
+            times = milliseconds(runs, "cuda", 0.02, lambda side, error: print(f"  {side}: {one_line(error)}"))
+            first = times.pop("as planned")
+            fastest = sorted(times.items(), key=lambda item: item[1])[: options.show]
+            others = "; ".join(f"{cut}: {1e3 * time:.0f}" for cut, time in fastest)
+            print(f"{text}, {name}: {1e3 * first:.0f} us as planned; {others}", flush=True)
+
+
+def run_with(cut: Cut, run: Run) -> None:
+    """A call with the plan of a cut."""
+    with forced(cut):
+        run()
+
+
+if __name__ == "__main__":
+    main()
