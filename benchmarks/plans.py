@@ -64,7 +64,7 @@ def kernels(height: int, width: int, channels: int, batch: int, pool: bool) -> d
 def cuts(backward: bool) -> Iterator[Cut]:
     """All that the kernels' sources allow, whether they fit or not."""
     shares = [(heads, lines) for heads, lines in itertools.product((8, 4, 2), (1, 2, 4, 8)) if heads * lines in (8, 16)]
-    loads = [(8, 1), (8, 2), (8, 3), (16, 1)] if backward else [(8, 1), (8, 2), (8, 3), (8, 4)]
+    loads = [(8, 1), (8, 2), (16, 1)] if backward else [(8, 2), (8, 3), (8, 4)]
     for share, load in itertools.product(shares, loads):
         yield *share, *load
 
@@ -75,11 +75,11 @@ def forced(cut: Cut) -> Iterator[None]:
     heads, lines, warps, blocks = cut
 
     def choose(*arguments: Any) -> tuple[int, int] | None:
-        fitting = arguments[1] if len(arguments) == 2 else arguments[3]
+        fitting = arguments[2] if len(arguments) == 3 else arguments[3]
         return (warps, blocks) if blocks <= fitting else None
 
     plan.plan_line.cache_clear()
-    with mock.patch.multiple(plan, _cuts=lambda _: [(heads, lines)], _backward_warps=choose, _forward_warps=choose):
+    with mock.patch.multiple(plan, _cuts=lambda *_: [(heads, lines)], _backward_warps=choose, _forward_warps=choose):
         yield
     plan.plan_line.cache_clear()
 

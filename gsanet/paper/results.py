@@ -31,7 +31,10 @@ from gsanet.paper.printed import Network, PrintedRow, printed_tables
 FOLDER = Path("results")
 
 # Options that fit a network to its images or train it, and do not make it another row of a table.
-SETTINGS = {"img_size", "num_classes", "in_chans", "stem", "drop_rate", "drop_path_rate", "keep_reach"}
+SETTINGS = {
+    *("img_size", "num_classes", "in_chans", "stem", "drop_rate", "drop_path_rate", "keep_reach"),
+    *("zero_init_last", "conv_init"),
+}
 DEFAULTS: dict[str, Any] = {"content": True, "column": True, "row": True, "groups": (1, 2, 3, 4)}
 
 

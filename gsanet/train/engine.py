@@ -138,13 +138,16 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> Result:
                 stop, save = take_in(log.records(), progress, reporter, recipe, out)
                 if recipe.checkpoint_steps and progress.step % recipe.checkpoint_steps == 0:
                     save = True
-                if save and progress.step < epoch_end:  # the end of an epoch is saved with its evaluation, below
+                if save and progress.step < epoch_end:  # the end of an epoch is saved below
                     take_in(log.records(lag=0), progress, reporter, recipe, out)
                     save_last(state, out, is_main, began)
                     saved_at = time.perf_counter()
 
             take_in(log.records(lag=0), progress, reporter, recipe, out)
-            if progress.step == epoch_end:
+            evaluates = progress.step == total_steps or (epoch + 1) % recipe.evaluate_epochs == 0
+            if progress.step == epoch_end and not evaluates and not stop:
+                continue
+            if progress.step == epoch_end and evaluates:
                 speed = (epoch_end - first_step) * recipe.batch_size / (time.perf_counter() - epoch_began)
                 if world_size > 1:
                     distribute_bn(state.evaluated, world_size)  # as in checkpoints, the first process's count
@@ -221,7 +224,13 @@ def make_mixup(recipe: Recipe, num_classes: int, device_batch: int) -> Mixup | N
         return None
     if device_batch % 2:
         raise ValueError(f"mixup and cutmix mix pairs: a device's batch must be even, got {device_batch}")
-    return Mixup(recipe.mixup, recipe.cutmix, label_smoothing=recipe.label_smoothing, num_classes=num_classes)
+    return Mixup(
+        recipe.mixup,
+        recipe.cutmix,
+        prob=recipe.mix_probability,
+        label_smoothing=recipe.label_smoothing,
+        num_classes=num_classes,
+    )
 
 
 def set_training(model: nn.Module, freeze_bn: bool) -> None:

@@ -49,13 +49,15 @@ class Recipe:
         label_smoothing: The share of the target that is spread over all classes.
         mixup: Alpha of mixup, 0 for none.
         cutmix: Alpha of CutMix, 0 for none. With both, each batch gets one of the two.
+        mix_probability: The share of batches that are mixed at all.
         ema: Decay of a moving average of the weights, which is then what is evaluated and kept as best; 0 for none.
         freeze_bn: Batch normalisation uses its stored statistics and does not change them.
         sync_bn: Batch normalisation over the batch of all GPUs.
         precision: On GPUs; a CPU always computes in fp32.
         compile: Use torch.compile.
         seed: Of the weights, the data order, the augmentation and everything else random.
-        checkpoint_minutes: A checkpoint is written at the end of each epoch and whenever this much time has passed.
+        evaluate_epochs: The held-out images are evaluated after every so many epochs, and at the end.
+        checkpoint_minutes: A checkpoint is written with each evaluation and whenever this much time has passed.
         checkpoint_steps: A checkpoint also after every so many steps. None: by time only.
         timeout_minutes: How long a process waits for the others before it gives up.
         data: Fields of `gsanet.train.data.DataSettings`, and `path`: which data set.
@@ -83,12 +85,14 @@ class Recipe:
     label_smoothing: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
+    mix_probability: float = 1.0
     ema: float = 0.0
     freeze_bn: bool = False
     sync_bn: bool = False
     precision: Literal["bf16", "fp32"] = "bf16"
     compile: bool = False
     seed: int = 0
+    evaluate_epochs: int = 1
     checkpoint_minutes: float = 10.0
     checkpoint_steps: int | None = None
     timeout_minutes: float = 10.0
@@ -100,7 +104,15 @@ class Recipe:
             raise ValueError(f"a recipe needs either epochs or steps, got {given}")
         for key in (
             *("img_size", "epochs", "steps", "batch_size", "accumulation", "max_device_batch", "lr", "lr_images"),
-            *("step_size", "step_factor", "clip_grad", "checkpoint_minutes", "checkpoint_steps", "timeout_minutes"),
+            *(
+                "step_size",
+                "step_factor",
+                "clip_grad",
+                "evaluate_epochs",
+                "checkpoint_minutes",
+                "checkpoint_steps",
+                "timeout_minutes",
+            ),
         ):
             value = getattr(self, key)
             if value is not None and not min(value if isinstance(value, tuple) else (value,)) > 0:
@@ -111,6 +123,8 @@ class Recipe:
         for key in ("warmup_epochs", "weight_decay", "mixup", "cutmix", "seed"):
             if not getattr(self, key) >= 0:
                 raise ValueError(f"{key} must be 0 or more, got {getattr(self, key)}")
+        if not 0 <= self.mix_probability <= 1:
+            raise ValueError(f"mix_probability must be between 0 and 1, got {self.mix_probability}")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum of more than 0")
         if (self.schedule == "step") != (self.step_size is not None):

@@ -1,6 +1,7 @@
 """Every network: what timm promises of a model, and what the paper says of this one."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -458,3 +459,20 @@ def test_names_do_not_shadow_timms():
 
     code = "import warnings; warnings.simplefilter('error'); import gsanet"
     assert subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=False).returncode == 0
+
+
+def test_convolutions_can_start_as_pytorch_does():
+    torch.manual_seed(0)
+    he, pytorch = (create("gsa_resnet26", conv_init=init) for init in ("he", "pytorch"))
+    for name, other in pytorch.named_parameters():
+        one, (count, *rest) = he.get_parameter(name), other.shape
+        if "conv" in name and other.dim() == 4:
+            fan_in = other[0].numel()
+            assert other.abs().max() <= fan_in**-0.5  # uniform, not normal
+            if other.numel() > 4096:
+                assert other.var().item() == pytest.approx(1 / (3 * fan_in), rel=0.1)
+                assert one.var().item() == pytest.approx(2 / (count * math.prod(rest[1:])), rel=0.1)
+        elif "self_attn" in name and other.numel() > 4096:  # the module's own
+            assert other.std().item() == pytest.approx(one.std().item(), rel=0.1)
+    with pytest.raises(ValueError, match="conv_init must be he or pytorch, got 'xavier'"):
+        create("gsa_resnet26", conv_init="xavier")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from gsanet.train import checkpoint
-from gsanet.train.engine import make_accelerator, make_model, make_optimizer, train, train_step
+from gsanet.train.engine import make_accelerator, make_mixup, make_model, make_optimizer, train, train_step
 from gsanet.train.recipe import load_recipe, recipe_names
 from gsanet.train.report import read_metrics
 from gsanet.train.state import DivergedError
@@ -80,14 +80,32 @@ def test_label_smoothing_is_the_formula():
 
 
 def test_mixing_smooths_labels_too(tiny_recipe):
-    from gsanet.train.engine import make_mixup
-
     mix = make_mixup(tiny_recipe(mixup=0.2, cutmix=1.0, label_smoothing=0.1), num_classes=10, device_batch=4)
     _, target = mix(torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3]))
     torch.testing.assert_close(target.sum(1), torch.ones(4))
     assert target.min() == pytest.approx(0.01)
     with pytest.raises(ValueError, match="must be even, got 3"):
         make_mixup(tiny_recipe(mixup=0.2), num_classes=10, device_batch=3)
+
+
+def test_some_batches_can_be_left_unmixed(tiny_recipe):
+    images, labels = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3])
+    mix = make_mixup(tiny_recipe(mixup=1.0, mix_probability=0.0), 4, 4)
+    mixed, targets = mix(images.clone(), labels)
+    assert torch.equal(mixed, images)
+    assert torch.equal(targets.argmax(1), labels)
+    with pytest.raises(ValueError, match="mix_probability must be between 0 and 1, got 2"):
+        tiny_recipe(mix_probability=2.0)
+
+
+def test_evaluation_after_some_epochs_only(tiny_recipe, tmp_path):
+    train(tiny_recipe(epochs=5), tmp_path / "each")
+    train(tiny_recipe(epochs=5, evaluate_epochs=2), tmp_path / "some")
+    rows = read_metrics(tmp_path / "some", "epoch")
+    assert [row["epoch"] for row in rows] == [2.0, 4.0, 5.0]
+    losses = [row["train_loss"] for row in read_metrics(tmp_path / "each", "epoch")]
+    assert rows[0]["train_loss"] == pytest.approx((losses[0] + losses[1]) / 2)
+    assert_same_weights(weights(tmp_path / "each"), weights(tmp_path / "some"))
 
 
 def test_weight_decay_spares_norms_and_biases(tiny_recipe):

@@ -17,6 +17,10 @@ from gsanet.functional.backends import Axis
 from gsanet.functional.fused import calls
 from gsanet.functional.fused.plan import Shape, plan_line
 
+# A module of fewer channels projects q, k and v again in the backward pass: three maps less in memory, for a product
+# whose time is that of reading and writing these maps. With more channels it takes longer, and they are kept.
+KEPT = 256
+
 
 @torch.library.custom_op("gsanet::positional_attention", mutates_args=())
 def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: str) -> Tensor:
@@ -216,7 +220,7 @@ def _attention_map(
     content: bool,
     stride: int,
     epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The whole module.
 
     Args:
@@ -236,9 +240,11 @@ def _attention_map(
         epsilon: Of the batch norm.
 
     Returns:
-        The output, the output of the column layer, `applied`, and the four tensors of the context vectors.
+        The output, the output of the column layer, `applied`, the four tensors of the context vectors, and q, k and v
+        in one tensor, or nothing if it is better to project them again (`KEPT`).
     """
-    q, k, v = _project(x, weight, heads, dim_key, content)
+    projected = _project(x, weight)
+    q, k, v = _split(projected, heads, dim_key, content)
     rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()
     vectors = calls.context_vectors(k, v) if k is not None else _no_context(x)
     column, statistics = calls.attend(q, v, rel_column, "column", centre=centre if applied is None else None)
@@ -250,7 +256,7 @@ def _attention_map(
         applied = applied.clone()  # an operator's results are never its arguments
     turned = vectors.turned if content else None
     out = calls.attend(q, column, rel_row, "row", norm=applied, context=turned, pool=stride == 2).out
-    return _to_feature_map(out), column, applied, *vectors
+    return _to_feature_map(out), column, applied, *vectors, projected if x.shape[1] >= KEPT else x.new_empty(0)
 
 
 def _prepared_attention_map(*arguments: Any) -> tuple[Tensor, ...]:
@@ -276,7 +282,8 @@ def _(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
     v = x.new_empty(batch, height, width, heads, dim_out // heads)
     out = x.new_empty(batch, height // stride, width // stride, heads, dim_out // heads)
     vectors = calls.empty_context(q, v) if content else _no_context(x)
-    return _to_feature_map(out), v, x.new_empty(5, dim_out, dtype=torch.float32), *vectors
+    projected = x.new_empty(batch, height, width, weight.shape[0]) if x.shape[1] >= KEPT else x.new_empty(0)
+    return _to_feature_map(out), v, x.new_empty(5, dim_out, dtype=torch.float32), *vectors, projected
 
 
 def _attention_map_gradient(
@@ -291,6 +298,7 @@ def _attention_map_gradient(
     turned: Tensor,
     key_max: Tensor,
     key_inverse: Tensor,
+    projected: Tensor,
     heads: int,
     dim_key: int,
     content: bool,
@@ -299,10 +307,9 @@ def _attention_map_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, rel_column, rel_row, and (2, channels) those of the batch norm's weight and bias.
 
-    q, k and v are projected again rather than kept: three maps less in memory for a product of small depth. `fixed`:
-    the batch norm's statistics were given.
+    `fixed`: the batch norm's statistics were given.
     """
-    q, k, v = _project(x, weight, heads, dim_key, content)
+    q, k, v = _split(projected if projected.numel() else _project(x, weight), heads, dim_key, content)
     batch, height, width = q.shape[:3]
     rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()
     d_projected = q.new_empty(batch, height, width, weight.shape[0])
@@ -451,7 +458,7 @@ def _attention_map_inference(
     content: bool,
     stride: int,
 ) -> Tensor:
-    q, k, v = _project(x, weight, heads, dim_key, content)
+    q, k, v = _split(_project(x, weight), heads, dim_key, content)
     context = None if k is None else calls.context_vectors(k, v).turned
     column = calls.attend(q, v, rel_column.contiguous(), "column").out
     out = calls.attend(
@@ -514,11 +521,8 @@ def _pixels(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
 
 
-def _project(
-    x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    projected = (_pixels(x) @ weight.T).view(x.shape[0], x.shape[2], x.shape[3], -1)
-    return _split(projected, heads, dim_key, content)
+def _project(x: Tensor, weight: Tensor) -> Tensor:
+    return (_pixels(x) @ weight.T).view(x.shape[0], x.shape[2], x.shape[3], -1)
 
 
 def _split(projected: Tensor, heads: int, dim_key: int, content: bool) -> tuple[Tensor, Tensor | None, Tensor]:

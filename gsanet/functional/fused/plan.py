@@ -13,6 +13,7 @@ from gsanet.functional.fused.compiler import Specialisation, specialise
 SCALARS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 BAND = 64  # pixels of a line whose scores are held at a time
 LONGEST = 320  # pixels of a line
+SHORT = 16  # pixels of a line up to which more and smaller blocks are faster
 WIDTHS = range(4, 129)  # channels of a head
 
 
@@ -98,7 +99,7 @@ def plan_line(
     """
     if backward and length > BAND:
         return None
-    for heads, lines_at_once in _cuts(shape.heads):
+    for heads, lines_at_once in _cuts(shape.heads, 8 if not backward and length <= SHORT else 16):
         if features.get("pool") and lines_at_once % 2:
             continue
         shared = _line_memory(shape, length, heads, lines_at_once, backward, features.get("content_keys", False))
@@ -110,7 +111,7 @@ def plan_line(
         if backward:
             chosen = _backward_warps(shape, length, heads * lines_at_once, fitting, features.get("content_keys", False))
         else:
-            chosen = _forward_warps(shape, fitting)
+            chosen = _forward_warps(shape, length, fitting)
         if chosen is None:
             return None
         warps, blocks = chosen
@@ -136,11 +137,15 @@ def plan_line(
     return None
 
 
-def _cuts(heads: int) -> list[tuple[int, int]]:
-    """(heads, lines) of a block, 16 pairs of them if that can be, and fewer where they do not fit."""
-    divisors = [divisor for divisor in range(min(heads, 16), 0, -1) if heads % divisor == 0]
+def _cuts(heads: int, pairs: int) -> list[tuple[int, int]]:
+    """(heads, lines) of a block, so many pairs of them if that can be, and fewer where they do not fit."""
+    divisors = [divisor for divisor in range(min(heads, pairs), 0, -1) if heads % divisor == 0]
     whole = divisors[0]
-    cuts = [(whole, lines) for lines in range(16 // whole, 0, -1) if lines in (1, 2, 4, 8) or lines == 16 // whole]
+    cuts = [
+        (whole, lines) for lines in range(pairs // whole, 0, -1) if lines in (1, 2, 4, 8) or lines == pairs // whole
+    ]
+    if whole == pairs and whole % 2 == 0:
+        cuts.append((whole // 2, 2))  # lines come in twos where they are pooled
     return cuts + [(divisor, 1) for divisor in divisors[1:]]
 
 
@@ -163,9 +168,11 @@ def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bo
     return _round_up(max(scalars * shape.size, 4 * floats, 4 * sums), 16)
 
 
-def _forward_warps(shape: Shape, fitting: int) -> tuple[int, int]:
+def _forward_warps(shape: Shape, length: int, fitting: int) -> tuple[int, int]:
     """(warps, blocks on a multiprocessor): fewer blocks leave more registers to those with wide heads."""
-    return 8, max(1, min(fitting, 2 if max(shape.padded(shape.key), shape.padded(shape.value)) >= 32 else 3))
+    widest = max(shape.padded(shape.key), shape.padded(shape.value))
+    most = 2 if widest > 32 else 4 if length <= SHORT else 2 if widest == 32 else 3
+    return 8, max(1, min(fitting, most))
 
 
 def _backward_warps(shape: Shape, length: int, pairs: int, fitting: int, content_keys: bool) -> tuple[int, int] | None:
@@ -176,7 +183,10 @@ def _backward_warps(shape: Shape, length: int, pairs: int, fitting: int, content
     eights, tiles = -(-length // 8), _round_up(length, 16) // 16
     table = (2 * eights - 1) * shape.padded(shape.key) // 8 * 2
     values = tiles * shape.padded(shape.value) // 8 * 4
-    for warps, blocks, registers in ((8, 2, 70), (16, 1, 82 if content_keys else 96), (8, 1, 190)):
+    choices = [(8, 2, 70), (16, 1, 82 if content_keys else 96), (8, 1, 190)]
+    if content_keys and shape.padded(shape.value) >= 32:
+        choices[:2] = choices[1::-1]
+    for warps, blocks, registers in choices:
         if blocks <= fitting and table + values * -(-pairs // warps) <= registers:
             return warps, blocks
     return None
@@ -215,8 +225,9 @@ def plan_context(
     partial = specialise("context.cu", "context_partial", **constants)
     launches = [Launch(partial, (images * pieces, shape.heads // heads), 32 * warps, shared)]
     if pieces > 1:
+        constants |= {"WARPS": 8, "BLOCKS": 3}
         combine = specialise("context.cu", "context_combine" if softmax else "context_gradient", **constants)
-        launches.append(Launch(combine, (images * shape.heads, 1), 32 * warps, 0))
+        launches.append(Launch(combine, (images * shape.heads, 1), 256, 0))
     return tuple(launches)
 
 

@@ -250,10 +250,12 @@ KERNEL(THREADS, BLOCKS) context_combine(const Arguments arguments) {
     if (key < KEY && value < VALUE) {
       const long long own = image * arguments.pieces * channels + head * KEY + key;
       float largest = -infinity(), sum = 0.f;
+#pragma unroll 4
       for (int piece = 0; piece < arguments.pieces; ++piece) {
         const float here = arguments.maxima[own + piece * channels];
         largest = largest < here ? here : largest;
       }
+#pragma unroll 4
       for (int piece = 0; piece < arguments.pieces; ++piece) {
         const float weight = exponential(arguments.maxima[own + piece * channels] - largest);
         sum += weight * arguments.sums[own + piece * channels];
@@ -284,6 +286,7 @@ KERNEL(THREADS, BLOCKS) context_gradient(const Arguments arguments) {
     for (int value = lane_index(); value < VALUE_WIDTH; value += 32) {
       float result = 0.f;
       if (key < KEY && value < VALUE) {
+#pragma unroll 4
         for (int piece = 0; piece < arguments.pieces; ++piece)
           result += arguments.partial[(((static_cast<long long>(image) * arguments.pieces + piece) * arguments.heads + head) * KEY +
                                        key) * VALUE + value];
