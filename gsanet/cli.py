@@ -50,19 +50,24 @@ def models(
     if not names:
         raise ValueError(f"no network matches {pattern!r}: `gsanet models` lists them all")
     rows: list[dict[str, Any]] = []
+    pretrained = gsanet.list_models(pretrained=True)
     for name in track(names, description="Counting", console=errors, transient=True):
         model: Any = gsanet.create_model(name)
         height, width = model.pretrained_cfg["input_size"][1:]
         params, flops = gsanet.count_parameters(model), gsanet.count_flops(model)
-        rows.append({"model": name, "input": f"{height}x{width}", "params": params, "flops": flops})
+        weights = model.pretrained_cfg.get("description") if name in pretrained else None
+        size = f"{height}x{width}"
+        rows.append({"model": name, "input": size, "params": params, "flops": flops, "weights": weights})
     if as_json:
         print(json.dumps(rows, indent=2))
         return
     table = Table("Model", "Input", title="Networks", title_justify="left")
     for heading in ("Params (M)", "FLOPs (G)"):
         table.add_column(heading, justify="right")
+    table.add_column("Weights in the package")
     for row in rows:
-        table.add_row(row["model"], row["input"], f"{row['params'] / 1e6:.2f}", f"{row['flops'] / 1e9:.2f}")
+        counts = f"{row['params'] / 1e6:.2f}", f"{row['flops'] / 1e9:.2f}"
+        table.add_row(row["model"], row["input"], *counts, row["weights"] or "")
     console.print(table)
 
 
@@ -313,7 +318,9 @@ def evaluate(
     run: Annotated[Path | None, typer.Option(help="A run directory.")] = None,
     checkpoint: Annotated[str, typer.Option(help="Which weights of the run: best or last.")] = "best",
     model: Annotated[str, typer.Option(help="Without --run: the network.")] = "",
-    weights: Annotated[Path | None, typer.Option(help="Without --run: its weights.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Without --run: its weights. Default: those in the package.")
+    ] = None,
     data: Annotated[str, typer.Option(help="The data set. Default: the run's.")] = "",
     recipe: Annotated[
         str, typer.Option(help="Without --run: whose image size and options. Default: the network's.")
@@ -321,25 +328,33 @@ def evaluate(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate weights: top-1, top-5, loss, images a second; also written beside the weights, as JSON."""
+    """Evaluate weights: top-1, top-5, loss, images a second; also written beside your weights, as JSON."""
     from accelerate import PartialState
 
-    from gsanet.train.evaluate_weights import evaluate_weights, model_recipe
+    from gsanet.models.described import shipped_weights
+    from gsanet.train.evaluate_weights import evaluate_weights, weights_recipe
     from gsanet.train.recipe import load_recipe
     from gsanet.train.run_directory import read_run
 
     overrides = _overrides(settings, {"model": model, "data.path": data})
+    file: Path | None = None
     if run is not None and weights is None:
         chosen, source, file = read_run(run, overrides), run / checkpoint, run / f"eval-{checkpoint}.json"
-    elif weights is not None and run is None and (model or recipe):
-        chosen = load_recipe(recipe, overrides) if recipe else model_recipe(model, overrides)
-        source, file = weights, weights.with_suffix(".eval.json")
+    elif run is None and (weights is not None or model or recipe):
+        if weights is None:
+            source = shipped_weights(model or load_recipe(recipe).model)
+        else:
+            source, file = weights, weights.with_suffix(".eval.json")
+        chosen = load_recipe(recipe, overrides) if recipe else weights_recipe(source, model, overrides)
     else:
-        raise ValueError("give either --run DIR, or --model NAME (or --recipe NAME), --weights FILE and --data PATH")
+        raise ValueError(
+            "give either --run DIR, or --data PATH with --model NAME (its weights in the package) or --weights FILE"
+        )
     found = evaluate_weights(chosen, source)
     if PartialState().is_main_process:
         figures = {"model": chosen.model, "data": chosen.data_path, "weights": str(source), **asdict(found)}
-        file.write_text(json.dumps(figures, indent=2) + "\n")
+        if file is not None:
+            file.write_text(json.dumps(figures, indent=2) + "\n")
         if as_json:
             print(json.dumps(figures, indent=2))
         else:
@@ -347,7 +362,8 @@ def evaluate(
             accuracies = [f"{found.top1:.2f}", f"{found.top5:.2f}", f"{found.loss:.4f}"]
             table.add_row(chosen.model, *accuracies, f"{found.images:,}", f"{found.images_per_second:,.0f}")
             console.print(table)
-            console.print(f"Also in {file}", soft_wrap=True)
+            if file is not None:
+                console.print(f"Also in {file}", soft_wrap=True)
     PartialState().destroy_process_group()
 
 
@@ -406,6 +422,31 @@ def publish_run(
     console.print(f'to use it: gsanet.from_pretrained("{source}")', highlight=False, soft_wrap=True, markup=False)
 
 
+@app.command("pack")
+def pack_run(
+    run: Annotated[Path, typer.Option(help="A run directory.")],
+    out: Annotated[Path, typer.Option(help="The file to write: .safetensors.")],
+    checkpoint: Annotated[str, typer.Option(help="Which weights of the run: last or best.")] = "last",
+    data: Annotated[
+        str, typer.Option(help="Evaluate what was written on this data set. Default: the run's figures.")
+    ] = "",
+    license: Annotated[str, typer.Option(help="Of the weights, as the Hub spells it.")] = "apache-2.0",
+    note: Annotated[str, typer.Option(help="What the licence does not say, such as the terms of the data.")] = "",
+) -> None:
+    """Turn a run into one file that holds all: bf16 weights, network, classes, preprocessing, recipe, metrics."""
+    from gsanet.pack import pack
+
+    found = pack(run, out, checkpoint=checkpoint, data=data, license=license, note=note)
+    console.print(f"written: {out} ({out.stat().st_size / 1e6:.2f} MB)", highlight=False, soft_wrap=True)
+    console.print(f"metrics: {found.summary}", highlight=False, soft_wrap=True)
+    console.print(
+        f'to use it: gsanet.create_model("{found.model}", pretrained="{out}")',
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+
+
 @recipes.callback(invoke_without_command=True)
 def list_recipes(context: typer.Context) -> None:
     """List the recipes that come with the package."""
@@ -458,7 +499,9 @@ def demo(out: Annotated[Path, typer.Option(help="Where the two runs go.")] = Pat
 
 RunOption = Annotated[Path | None, typer.Option("--run", help="A run directory of `gsanet train`; its best weights.")]
 ModelOption = Annotated[str, typer.Option("--model", help="Without --run: the network.")]
-WeightsOption = Annotated[Path | None, typer.Option("--weights", help="Without --run: its weights (safetensors).")]
+WeightsOption = Annotated[
+    Path | None, typer.Option("--weights", help="Without --run: its weights (safetensors). Default: the package's.")
+]
 FEW = 8  # images up to which each has a table of its own
 
 

@@ -218,6 +218,14 @@ def open_splits(path: str, train: bool = True) -> Splits:
     return open_folder(path, train)
 
 
+def data_name(path: str) -> str:
+    """What to call a data set where its place does not matter: the last part of a folder, or the name of its kind."""
+    form, colon, rest = path.partition(":")
+    if form == "timm" and colon:
+        return rest.partition(":")[0]
+    return form if colon else Path(path).expanduser().resolve().name
+
+
 def _check_classes(name: str, found: list[str], wanted: list[str]) -> None:
     lacking, extra = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     if lacking:
