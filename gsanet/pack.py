@@ -12,9 +12,9 @@ from gsanet.models import count_flops, count_parameters
 from gsanet.models.described import Description
 from gsanet.train import checkpoint as checkpoints
 from gsanet.train.checkpoint import explained, replace_file
-from gsanet.train.data.sources import data_name
-from gsanet.train.evaluate_weights import evaluate_weights
-from gsanet.train.recipe import Recipe, make_recipe
+from gsanet.train.data.sources import evaluated_on
+from gsanet.train.evaluate_weights import evaluate_weights, weights_recipe
+from gsanet.train.recipe import Recipe
 from gsanet.train.run_network import load_run_network
 
 __all__ = ["pack"]
@@ -68,8 +68,8 @@ def pack(
     )
     _write(out, tensors, described)
     if data:
-        evaluation = evaluate_weights(make_recipe(described.values, {"data.path": data}), out)
-        figures = {**described.metrics, **_figures(asdict(evaluation), data, "bf16")}
+        evaluation = evaluate_weights(weights_recipe(out, "", {"data.path": data}), out)
+        figures = {**described.metrics, **_figures(asdict(evaluation), data, 0.0, "bf16")}
         described = replace(described, metrics=figures)
         _write(out, tensors, described)
     return described
@@ -90,16 +90,15 @@ def _run_metrics(run: Path, checkpoint: str, recipe: Recipe) -> dict[str, Any]:
     file = run / f"eval-{checkpoint}.json"
     if file.exists():
         figures = json.loads(file.read_text())
-        return _figures(figures, figures["data"], "fp32")
+        return _figures(figures, figures["data"], recipe.data_settings.holdout, "fp32")
     saved, _ = checkpoints.load(run / checkpoint)
     state = saved.state if saved else {}
     if not state.get("evaluation") or state["epoch_steps"]:  # trained on since
         raise ValueError(f"{run} has not evaluated its {checkpoint} weights yet: `gsanet eval --run {run}`")
-    return _figures(state["evaluation"], recipe.data_path, "fp32")
+    return _figures(state["evaluation"], recipe.data_path, recipe.data_settings.holdout, "fp32")
 
 
-def _figures(evaluation: dict[str, Any], data: str, weights: str) -> dict[str, Any]:
+def _figures(evaluation: dict[str, Any], data: str, holdout: float, weights: str) -> dict[str, Any]:
     """The figures that belong to the weights, and what they were measured on."""
-    images = evaluation["images"]
     kept = {key: evaluation[key] for key in ("top1", "top5", "loss", "images")}
-    return {**kept, "on": f"the {images:,} held-out images of {data_name(data)}", "weights": weights}
+    return {**kept, "on": evaluated_on(data, evaluation["images"], holdout), "weights": weights}

@@ -64,7 +64,8 @@ def weights_recipe(file: Path, model: str, overrides: Mapping[str, Any]) -> Reci
     """
     described = read_description(file)
     if described.model and model in ("", described.model):
-        return make_recipe(described.values, overrides)
+        # Images that were held out to choose a recipe are no test.
+        return make_recipe(described.values, {"data.holdout": 0.0, **overrides})
     if described.model:
         raise ValueError(f"{file} holds weights of {described.model}, not of {model}")
     if not model:
