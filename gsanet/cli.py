@@ -275,6 +275,39 @@ for _number, _summary in {
     _paper_table(_number, _summary)
 
 
+@paper.command("run")
+def run_paper(
+    names: Annotated[list[str] | None, typer.Argument(help="Names or patterns, such as 'cifar100-*'.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All runs of the matrix.")] = False,
+    table: Annotated[int | None, typer.Option(help="The runs of a table of the paper.", min=2, max=6)] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="Show what is left, and run nothing.")] = False,
+    data: Annotated[list[str] | None, typer.Option(help="DATASET=PATH. Default: data/DATASET.")] = None,
+    work: Annotated[Path, typer.Option(help="The folder of run directories.")] = Path("runs/paper"),
+    results: ResultsFolder = Path("results"),
+    stop_after: Annotated[float | None, typer.Option(help="Save and stop after so many seconds.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
+    commit: Annotated[str, typer.Option(help="The commit that runs. Default: the checkout's.")] = "",
+) -> None:
+    """Make the experiments that stand for the paper's; those with results are not made again, cut ones go on."""
+    from gsanet.paper.run_matrix import run_command
+
+    code = run_command(
+        names or [],
+        everything=everything,
+        table=table,
+        list_only=list_only,
+        data=data or [],
+        work=work,
+        results=results,
+        stop_after=stop_after,
+        compile=compile,
+        commit=commit,
+        say=lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False),
+    )
+    if code:
+        raise typer.Exit(code)
+
+
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="key=value over the recipe's, such as lr=0.05 or data.padding=2.")
 ]
