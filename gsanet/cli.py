@@ -243,23 +243,27 @@ def _paper_table(number: int, summary: str) -> None:
     """Add the command `gsanet paper tableN`."""
 
     def command(results: ResultsFolder = Path("results"), as_json: AsJson = False) -> None:
+        from gsanet.paper.compare import compare, seed_spreads
         from gsanet.paper.printed import printed_table
         from gsanet.paper.results import read_results
-        from gsanet.paper.show import show_table
+        from gsanet.paper.show import show_comparisons, show_table
         from gsanet.paper.tables import table_rows
 
         printed = printed_table(number)
-        counted = table_rows(number, read_results(results))
+        known = read_results(results)
+        counted = table_rows(number, known)
         total = len(printed.rows)
         rows = list(track(counted, description="Counting", total=total, console=errors, transient=True))
+        compared = compare(number, rows, seed_spreads(known))
         if as_json:
-            print(
-                json.dumps(
-                    {"table": number, "caption": printed.caption, "rows": [asdict(row) for row in rows]}, indent=2
-                )
-            )
+            differences = [
+                {"setting": setting, **asdict(found), "order_holds": [pair.agrees for pair in found.pairs]}
+                for setting, found in compared.items()
+            ]
+            content = {"table": number, "caption": printed.caption, "rows": [asdict(row) for row in rows]}
+            print(json.dumps({**content, "compared": differences}, indent=2))
             return
-        for part in show_table(printed, rows):
+        for part in (*show_table(printed, rows), *show_comparisons(compared)):
             console.print(part, highlight=False)
 
     paper.command(f"table{number}", help=f"{summary}: as printed, counted, and measured here.")(command)
@@ -273,6 +277,36 @@ for _number, _summary in {
     6: "CNN against GSA",
 }.items():
     _paper_table(_number, _summary)
+
+
+@paper.command()
+def figures(
+    results: ResultsFolder = Path("results"),
+    out: Annotated[Path, typer.Option(help="The folder of the pictures.")] = Path("docs"),
+) -> None:
+    """Draw measured accuracy against parameters, FLOPs and throughput, a picture for each data set."""
+    from gsanet.paper.figure import draw_results
+    from gsanet.paper.results import read_results
+
+    if not out.is_dir():
+        raise ValueError(f"there is no folder {out} to draw into")
+    for file in draw_results(read_results(results), out):
+        console.print(f"written: {file}", soft_wrap=True, highlight=False)
+
+
+@paper.command("studies")
+def show_paper_studies(results: ResultsFolder = Path("results"), as_json: AsJson = False) -> None:
+    """What was tried that the paper leaves open: the GSA module with one thing changed, against the module itself."""
+    from gsanet.paper.open_questions import answers
+    from gsanet.paper.results import read_results
+    from gsanet.paper.show import show_answers
+
+    rows = answers(read_results(results))
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    for part in show_answers(rows):
+        console.print(part, highlight=False)
 
 
 @paper.command("run")
