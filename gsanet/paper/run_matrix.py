@@ -136,40 +136,51 @@ def run_experiments(
             break
         found = _record(experiment, place, result, commit)
         say(f"{name}: top-1 {found.top1:.2f} %, top-5 {found.top5:.2f} % -> {place.result(name)}")
-    for line in plan_lines(experiments, place):
+    for line in plan_lines(experiments, place, detailed=False):
         say(line)
     return failed
 
 
-def plan_lines(experiments: Iterable[Experiment], place: Place) -> list[str]:
-    """A line for each run that is not done, and what all of them still take."""
-    lines, images, work, rate = [], 0, 0, _rate(place)
+def plan_lines(experiments: Iterable[Experiment], place: Place, detailed: bool = True) -> list[str]:
+    """A line for each run that is not done, and what all of them still take.
+
+    Args:
+        experiments: The runs.
+        place: Where data, runs and results are.
+        detailed: With operations, and times if some runs have results. Counting takes a second for each network.
+    """
     waiting = [experiment for experiment in experiments if not place.result(experiment.name).exists()]
-    for experiment in waiting:
-        done = place.steps_done(experiment)
-        left = (experiment.steps - done) * experiment.recipe.batch_size
-        images, work = images + left, work + left * experiment.flops
-        state = place.obstacle(experiment) or (f"at step {done:,} of {experiment.steps:,}" if done else "not begun")
-        time_left = f", about {duration(left * experiment.flops / rate)}" if rate else ""
-        lines.append(
-            f"  {experiment.name}: {left / 1e6:.2f} M images of {experiment.flops / 1e9:.2f} GFLOPs{time_left}, {state}"
-        )
     if not waiting:
         return ["Nothing is left: all of these runs have results."]
-    estimate = f", about {duration(work / rate)} at the speed of the finished runs" if rate else ""
-    return [
-        f"Left: {len(waiting)} runs, {images / 1e6:.1f} M images, {work:.2e} FLOPs of forward passes{estimate}",
-        *lines,
-    ]
+    lines, total, work = [], 0, 0.0
+    rate = _rate(place) if detailed else None
+    for experiment in waiting:
+        done = place.steps_done(experiment)
+        images = (experiment.steps - done) * experiment.recipe.batch_size
+        total += images
+        cost = f"{images / 1e6:.2f} M images"
+        if detailed:
+            work += images * experiment.flops
+            cost += f" of {experiment.flops / 1e9:.2f} GFLOPs"
+        if rate:
+            cost += f", about {duration(images * experiment.flops / rate)}"
+        state = place.obstacle(experiment) or (f"at step {done:,} of {experiment.steps:,}" if done else "not begun")
+        lines.append(f"  {experiment.name}: {cost}, {state}")
+    summary = f"Left: {len(waiting)} runs, {total / 1e6:.1f} M images"
+    if detailed:
+        summary += f", {work:.2e} FLOPs of forward passes"
+    if rate:
+        summary += f", about {duration(work / rate)} at the speed of the finished runs"
+    return [summary, *lines]
 
 
 def _rate(place: Place) -> float | None:
     """Operations of forward passes a second, over all finished runs of the matrix."""
     known = matrix()
-    runs = [run for run in read_results(place.results).runs if run.run in known] if place.results.is_dir() else []
-    timed = [(known[run.run], run.seconds) for run in runs if run.seconds]
-    work = sum(experiment.flops * experiment.steps * experiment.recipe.batch_size for experiment, _ in timed)
-    return work / sum(seconds for _, seconds in timed) if timed else None
+    runs = read_results(place.results).runs if place.results.is_dir() else []
+    timed = [(run.flops, run.seconds, known[run.run]) for run in runs if run.flops and run.seconds and run.run in known]
+    work = sum(flops * experiment.steps * experiment.recipe.batch_size for flops, _, experiment in timed)
+    return work / sum(seconds for _, seconds, _ in timed) if timed else None
 
 
 def _train(experiment: Experiment, place: Place, stop_after: float | None, compile: bool) -> Result:
