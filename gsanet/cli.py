@@ -64,10 +64,11 @@ def models(
     table = Table("Model", "Input", title="Networks", title_justify="left")
     for heading in ("Params (M)", "FLOPs (G)"):
         table.add_column(heading, justify="right")
-    table.add_column("Weights in the package")
+    if pretrained:
+        table.add_column("Weights in the package")
     for row in rows:
-        counts = f"{row['params'] / 1e6:.2f}", f"{row['flops'] / 1e9:.2f}"
-        table.add_row(row["model"], row["input"], *counts, row["weights"] or "")
+        cells = [row["model"], row["input"], f"{row['params'] / 1e6:.2f}", f"{row['flops'] / 1e9:.2f}"]
+        table.add_row(*cells, *([row["weights"] or ""] if pretrained else []))
     console.print(table)
 
 
