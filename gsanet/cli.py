@@ -343,6 +343,28 @@ def run_paper(
         raise typer.Exit(code)
 
 
+@paper.command("record")
+def record_paper_run(
+    run: Annotated[Path, typer.Option(help="A finished run directory of `gsanet train`.")],
+    name: Annotated[str, typer.Option(help="What to call it.")],
+    recipe: Annotated[str, typer.Option(help="The recipe that it was started with.")],
+    dataset: Annotated[str, typer.Option(help="What it was trained on. Default: its data's last part.")] = "",
+    notes: Annotated[str, typer.Option(help="For the reader.")] = "",
+    commit: Annotated[str, typer.Option(help="The commit that made it. Default: the checkout's.")] = "",
+    results: ResultsFolder = Path("results"),
+) -> None:
+    """Write the results of a run that is not in the matrix, as results/runs/NAME.json."""
+    from gsanet.paper.record import record_run
+    from gsanet.provenance import package_commit
+
+    file = results / "runs" / f"{name}.json"
+    made_by = commit or package_commit()
+    if not made_by:
+        raise ValueError("results name the commit that made them, and this is no checkout: say which, --commit HASH")
+    found = record_run(run, file, recipe_name=recipe, commit=made_by, dataset=dataset, notes=notes)
+    console.print(f"written: {file}: top-1 {found.top1:.2f} % of {found.evaluated_on}", highlight=False, soft_wrap=True)
+
+
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="key=value over the recipe's, such as lr=0.05 or data.padding=2.")
 ]

@@ -10,11 +10,10 @@ stay in the work folder as `weights/NAME.safetensors`, for the runs that start f
 import argparse
 import gc
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGALRM
 from typing import Any
@@ -22,22 +21,20 @@ from typing import Any
 import torch
 import yaml
 
-from gsanet.models import count_parameters
 from gsanet.pack import pack
 from gsanet.paper.matrix import Experiment, choose, matrix
+from gsanet.paper.record import MEMORY, portable_settings, read_memory, record_run
 from gsanet.paper.results import Run, read_results
 from gsanet.provenance import package_commit
 from gsanet.train import checkpoint
 from gsanet.train.checkpoint import replace_file
-from gsanet.train.data.sources import evaluated_on
-from gsanet.train.engine import Result, make_model, train
+from gsanet.train.engine import Result, train
 from gsanet.train.recipe import Recipe, make_recipe
-from gsanet.train.report import duration, read_metrics
-from gsanet.train.run_directory import ENVIRONMENT, RECIPE, read_run
+from gsanet.train.report import duration
+from gsanet.train.run_directory import RECIPE, read_run
 from gsanet.train.state import DivergedError
 
 WORK, RESULTS = Path("runs/paper"), Path("results")
-MEMORY = "memory.json"
 LEAST = 30  # seconds; with less left, no run is begun
 
 
@@ -191,7 +188,7 @@ def _train(experiment: Experiment, place: Place, stop_after: float | None, compi
         here["weights"] = str(place.weights(experiment.weights))
     resume = (out / RECIPE).exists()
     recipe = read_run(out, here) if resume else _with(experiment.recipe, here)
-    if resume and _settings(recipe) != _settings(experiment.recipe):
+    if resume and portable_settings(recipe) != portable_settings(experiment.recipe):
         raise ValueError(f"{out} was begun with another recipe than the matrix has now: move it away")
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -203,7 +200,9 @@ def _train(experiment: Experiment, place: Place, stop_after: float | None, compi
         return train(recipe, out, resume=resume, stop_after=stop_after)
     finally:
         if torch.cuda.is_available() and out.is_dir():
-            replace_file(out / MEMORY, json.dumps(max(torch.cuda.max_memory_allocated(), _memory(out) or 0)).encode())
+            replace_file(
+                out / MEMORY, json.dumps(max(torch.cuda.max_memory_allocated(), read_memory(out) or 0)).encode()
+            )
         gc.collect()  # so that the next network finds the memory free
 
 
@@ -217,59 +216,20 @@ def _record(experiment: Experiment, place: Place, result: Result, commit: str) -
             f"{experiment.train_images - held_out:,}: give the whole data set, --data {experiment.dataset}=PATH"
         )
     place.weights(name).parent.mkdir(parents=True, exist_ok=True)
-    place.result(name).parent.mkdir(parents=True, exist_ok=True)
     pack(out, place.weights(name))
-    session = json.loads((out / ENVIRONMENT).read_text())[-1]
-    epochs = read_metrics(out, "epoch")
-    speeds = [row["images_per_second"] for row in [*read_metrics(out, "train")] or epochs]
-    last = result.progress.evaluation
-    model = make_model(recipe, experiment.classes)
-    found = Run(
-        run=name,
-        model=recipe.model,
-        recipe=experiment.recipe_name,
-        dataset=experiment.dataset,
-        seed=recipe.seed,
-        top1=last["top1"],
-        command=f"gsanet paper run {name}",
+    return record_run(
+        out,
+        place.result(name),
+        recipe_name=experiment.recipe_name,
         commit=commit,
-        model_kwargs=recipe.model_kwargs,
-        top5=last["top5"],
-        params=count_parameters(model),
-        flops=experiment.flops,
-        evaluated_on=evaluated_on(experiment.dataset, last["images"], recipe.data_settings.holdout),
-        holdout=recipe.data_settings.holdout,
-        length=f"{recipe.epochs} epochs" if recipe.epochs else f"{recipe.steps:,} steps",
+        dataset=experiment.dataset,
+        command=f"gsanet paper run {name}",
         weights=experiment.weights,
-        images_per_second=statistics.median(speeds),
-        memory=_memory(out),
-        seconds=result.progress.seconds,
-        device=session["device"],
-        versions={key: session[key] for key in ("gsanet", "torch", "cuda", "python")},
-        settings=_settings(recipe),
-        curve=[{key: value for key, value in row.items() if key != "kind"} for row in epochs],
     )
-    content = {key: value for key, value in asdict(found).items() if value not in (None, "", [], {})}
-    replace_file(place.result(name), (json.dumps({"kind": "run", **content}, indent=1) + "\n").encode())
-    return found
-
-
-def _memory(out: Path) -> int | None:
-    file = out / MEMORY
-    return json.loads(file.read_text()) if file.exists() else None
 
 
 def _with(recipe: Recipe, here: Mapping[str, Any]) -> Recipe:
     return make_recipe(yaml.safe_load(recipe.to_yaml()), here)
-
-
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    """A recipe without what a machine decides."""
-    values = yaml.safe_load(recipe.to_yaml())
-    for key in ("weights", "compile", "checkpoint_minutes", "checkpoint_steps", "timeout_minutes"):
-        values.pop(key, None)
-    values["data"] = {key: value for key, value in values["data"].items() if key not in ("path", "workers")}
-    return values
 
 
 def run_command(

@@ -12,6 +12,8 @@ from gsanet.paper.matrix import choose, matrix, read_matrix
 from gsanet.paper.printed import printed_table
 from gsanet.paper.results import read_results
 from gsanet.paper.run_matrix import Place, plan_lines, run_command, run_experiments
+from gsanet.train.engine import train
+from gsanet.train.recipe import load_recipe
 
 SMALL = """
 datasets:
@@ -136,6 +138,32 @@ def test_another_recipe_is_not_continued(small, monkeypatch):
     place.result("gsa").parent.mkdir(parents=True)
     place.result("gsa").write_text("{}")
     assert "bring" in place.obstacle(found["tuned"])
+
+
+def test_any_finished_run_can_be_recorded(tiny_run, tmp_path, command):
+    said = command(
+        *("paper", "record", "--run", tiny_run, "--name", "try", "--recipe", "quickstart", "--commit", "abc"),
+        *("--results", tmp_path),
+    )
+    assert "of the 144 training images, held out, of digits" in said
+    (run,) = read_results(tmp_path).runs
+    assert run.run == "try"
+    assert (run.holdout, run.length, len(run.curve)) == (0.1, "3 steps", 1)
+    assert run.command.startswith("gsanet train --recipe quickstart --set ")
+    assert "--set steps=3" in run.command
+    assert "--set data.holdout=0.1" in run.command
+    state = json.loads((tiny_run / "last" / "checkpoint.json").read_text())
+    state["state"]["step"] = 2
+    (tiny_run / "last" / "checkpoint.json").write_text(json.dumps(state))
+    complaint = command("paper", "record", "--run", tiny_run, "--name", "try", "--recipe", "quickstart", code=2)
+    assert "is at step 2 of 3" in complaint
+
+
+@pytest.fixture
+def tiny_run(tmp_path):
+    values = {"model_kwargs.width": 0.125, "model_kwargs.depths": [1, 1], "steps": 3, "data.holdout": 0.1}
+    train(load_recipe("quickstart", values), tmp_path / "run")
+    return tmp_path / "run"
 
 
 def test_mistakes(command, tmp_path, monkeypatch):
