@@ -50,19 +50,25 @@ def models(
     if not names:
         raise ValueError(f"no network matches {pattern!r}: `gsanet models` lists them all")
     rows: list[dict[str, Any]] = []
+    pretrained = gsanet.list_models(pretrained=True)
     for name in track(names, description="Counting", console=errors, transient=True):
         model: Any = gsanet.create_model(name)
         height, width = model.pretrained_cfg["input_size"][1:]
         params, flops = gsanet.count_parameters(model), gsanet.count_flops(model)
-        rows.append({"model": name, "input": f"{height}x{width}", "params": params, "flops": flops})
+        weights = model.pretrained_cfg.get("description") if name in pretrained else None
+        size = f"{height}x{width}"
+        rows.append({"model": name, "input": size, "params": params, "flops": flops, "weights": weights})
     if as_json:
         print(json.dumps(rows, indent=2))
         return
     table = Table("Model", "Input", title="Networks", title_justify="left")
     for heading in ("Params (M)", "FLOPs (G)"):
         table.add_column(heading, justify="right")
+    if pretrained:
+        table.add_column("Weights in the package")
     for row in rows:
-        table.add_row(row["model"], row["input"], f"{row['params'] / 1e6:.2f}", f"{row['flops'] / 1e9:.2f}")
+        cells = [row["model"], row["input"], f"{row['params'] / 1e6:.2f}", f"{row['flops'] / 1e9:.2f}"]
+        table.add_row(*cells, *([row["weights"] or ""] if pretrained else []))
     console.print(table)
 
 
@@ -238,23 +244,27 @@ def _paper_table(number: int, summary: str) -> None:
     """Add the command `gsanet paper tableN`."""
 
     def command(results: ResultsFolder = Path("results"), as_json: AsJson = False) -> None:
+        from gsanet.paper.compare import compare, seed_spreads
         from gsanet.paper.printed import printed_table
         from gsanet.paper.results import read_results
-        from gsanet.paper.show import show_table
+        from gsanet.paper.show import show_comparisons, show_table
         from gsanet.paper.tables import table_rows
 
         printed = printed_table(number)
-        counted = table_rows(number, read_results(results))
+        known = read_results(results)
+        counted = table_rows(number, known)
         total = len(printed.rows)
         rows = list(track(counted, description="Counting", total=total, console=errors, transient=True))
+        compared = compare(number, rows, seed_spreads(known))
         if as_json:
-            print(
-                json.dumps(
-                    {"table": number, "caption": printed.caption, "rows": [asdict(row) for row in rows]}, indent=2
-                )
-            )
+            differences = [
+                {"setting": setting, **asdict(found), "order_holds": [pair.agrees for pair in found.pairs]}
+                for setting, found in compared.items()
+            ]
+            content = {"table": number, "caption": printed.caption, "rows": [asdict(row) for row in rows]}
+            print(json.dumps({**content, "compared": differences}, indent=2))
             return
-        for part in show_table(printed, rows):
+        for part in (*show_table(printed, rows), *show_comparisons(compared)):
             console.print(part, highlight=False)
 
     paper.command(f"table{number}", help=f"{summary}: as printed, counted, and measured here.")(command)
@@ -268,6 +278,91 @@ for _number, _summary in {
     6: "CNN against GSA",
 }.items():
     _paper_table(_number, _summary)
+
+
+@paper.command()
+def figures(
+    results: ResultsFolder = Path("results"),
+    out: Annotated[Path, typer.Option(help="The folder of the pictures.")] = Path("docs"),
+) -> None:
+    """Draw measured accuracy against parameters, FLOPs and throughput, a picture for each data set."""
+    from gsanet.paper.figure import draw_results
+    from gsanet.paper.results import read_results
+
+    if not out.is_dir():
+        raise ValueError(f"there is no folder {out} to draw into")
+    for file in draw_results(read_results(results), out):
+        console.print(f"written: {file}", soft_wrap=True, highlight=False)
+
+
+@paper.command("studies")
+def show_paper_studies(results: ResultsFolder = Path("results"), as_json: AsJson = False) -> None:
+    """What was tried that the paper leaves open: the GSA module with one thing changed, against the module itself."""
+    from gsanet.paper.open_questions import answers
+    from gsanet.paper.results import read_results
+    from gsanet.paper.show import show_answers
+
+    rows = answers(read_results(results))
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    for part in show_answers(rows):
+        console.print(part, highlight=False)
+
+
+@paper.command("run")
+def run_paper(
+    names: Annotated[list[str] | None, typer.Argument(help="Names or patterns, such as 'cifar100-*'.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All runs of the matrix.")] = False,
+    table: Annotated[int | None, typer.Option(help="The runs of a table of the paper.", min=2, max=6)] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="Show what is left, and run nothing.")] = False,
+    data: Annotated[list[str] | None, typer.Option(help="DATASET=PATH. Default: data/DATASET.")] = None,
+    work: Annotated[Path, typer.Option(help="The folder of run directories.")] = Path("runs/paper"),
+    results: ResultsFolder = Path("results"),
+    stop_after: Annotated[float | None, typer.Option(help="Save and stop after so many seconds.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
+    commit: Annotated[str, typer.Option(help="The commit that runs. Default: the checkout's.")] = "",
+) -> None:
+    """Make the experiments that stand for the paper's; those with results are not made again, cut ones go on."""
+    from gsanet.paper.run_matrix import run_command
+
+    code = run_command(
+        names or [],
+        everything=everything,
+        table=table,
+        list_only=list_only,
+        data=data or [],
+        work=work,
+        results=results,
+        stop_after=stop_after,
+        compile=compile,
+        commit=commit,
+        say=lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False),
+    )
+    if code:
+        raise typer.Exit(code)
+
+
+@paper.command("record")
+def record_paper_run(
+    run: Annotated[Path, typer.Option(help="A finished run directory of `gsanet train`.")],
+    name: Annotated[str, typer.Option(help="What to call it.")],
+    recipe: Annotated[str, typer.Option(help="The recipe that it was started with.")],
+    dataset: Annotated[str, typer.Option(help="What it was trained on. Default: its data's last part.")] = "",
+    notes: Annotated[str, typer.Option(help="For the reader.")] = "",
+    commit: Annotated[str, typer.Option(help="The commit that made it. Default: the checkout's.")] = "",
+    results: ResultsFolder = Path("results"),
+) -> None:
+    """Write the results of a run that is not in the matrix, as results/runs/NAME.json."""
+    from gsanet.paper.record import record_run
+    from gsanet.provenance import package_commit
+
+    file = results / "runs" / f"{name}.json"
+    made_by = commit or package_commit()
+    if not made_by:
+        raise ValueError("results name the commit that made them, and this is no checkout: say which, --commit HASH")
+    found = record_run(run, file, recipe_name=recipe, commit=made_by, dataset=dataset, notes=notes)
+    console.print(f"written: {file}: top-1 {found.top1:.2f} % of {found.evaluated_on}", highlight=False, soft_wrap=True)
 
 
 Settings = Annotated[
@@ -313,7 +408,9 @@ def evaluate(
     run: Annotated[Path | None, typer.Option(help="A run directory.")] = None,
     checkpoint: Annotated[str, typer.Option(help="Which weights of the run: best or last.")] = "best",
     model: Annotated[str, typer.Option(help="Without --run: the network.")] = "",
-    weights: Annotated[Path | None, typer.Option(help="Without --run: its weights.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Without --run: its weights. Default: those in the package.")
+    ] = None,
     data: Annotated[str, typer.Option(help="The data set. Default: the run's.")] = "",
     recipe: Annotated[
         str, typer.Option(help="Without --run: whose image size and options. Default: the network's.")
@@ -321,25 +418,33 @@ def evaluate(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate weights: top-1, top-5, loss, images a second; also written beside the weights, as JSON."""
+    """Evaluate weights: top-1, top-5, loss, images a second; also written beside your weights, as JSON."""
     from accelerate import PartialState
 
-    from gsanet.train.evaluate_weights import evaluate_weights, model_recipe
+    from gsanet.models.described import shipped_weights
+    from gsanet.train.evaluate_weights import evaluate_weights, weights_recipe
     from gsanet.train.recipe import load_recipe
     from gsanet.train.run_directory import read_run
 
     overrides = _overrides(settings, {"model": model, "data.path": data})
+    file: Path | None = None
     if run is not None and weights is None:
         chosen, source, file = read_run(run, overrides), run / checkpoint, run / f"eval-{checkpoint}.json"
-    elif weights is not None and run is None and (model or recipe):
-        chosen = load_recipe(recipe, overrides) if recipe else model_recipe(model, overrides)
-        source, file = weights, weights.with_suffix(".eval.json")
+    elif run is None and (weights is not None or model or recipe):
+        if weights is None:
+            source = shipped_weights(model or load_recipe(recipe).model)
+        else:
+            source, file = weights, weights.with_suffix(".eval.json")
+        chosen = load_recipe(recipe, overrides) if recipe else weights_recipe(source, model, overrides)
     else:
-        raise ValueError("give either --run DIR, or --model NAME (or --recipe NAME), --weights FILE and --data PATH")
+        raise ValueError(
+            "give either --run DIR, or --data PATH with --model NAME (its weights in the package) or --weights FILE"
+        )
     found = evaluate_weights(chosen, source)
     if PartialState().is_main_process:
         figures = {"model": chosen.model, "data": chosen.data_path, "weights": str(source), **asdict(found)}
-        file.write_text(json.dumps(figures, indent=2) + "\n")
+        if file is not None:
+            file.write_text(json.dumps(figures, indent=2) + "\n")
         if as_json:
             print(json.dumps(figures, indent=2))
         else:
@@ -347,7 +452,8 @@ def evaluate(
             accuracies = [f"{found.top1:.2f}", f"{found.top5:.2f}", f"{found.loss:.4f}"]
             table.add_row(chosen.model, *accuracies, f"{found.images:,}", f"{found.images_per_second:,.0f}")
             console.print(table)
-            console.print(f"Also in {file}", soft_wrap=True)
+            if file is not None:
+                console.print(f"Also in {file}", soft_wrap=True)
     PartialState().destroy_process_group()
 
 
@@ -406,6 +512,31 @@ def publish_run(
     console.print(f'to use it: gsanet.from_pretrained("{source}")', highlight=False, soft_wrap=True, markup=False)
 
 
+@app.command("pack")
+def pack_run(
+    run: Annotated[Path, typer.Option(help="A run directory.")],
+    out: Annotated[Path, typer.Option(help="The file to write: .safetensors.")],
+    checkpoint: Annotated[str, typer.Option(help="Which weights of the run: last or best.")] = "last",
+    data: Annotated[
+        str, typer.Option(help="Evaluate what was written on this data set. Default: the run's figures.")
+    ] = "",
+    license: Annotated[str, typer.Option(help="Of the weights, as the Hub spells it.")] = "apache-2.0",
+    note: Annotated[str, typer.Option(help="What the licence does not say, such as the terms of the data.")] = "",
+) -> None:
+    """Turn a run into one file that holds all: bf16 weights, network, classes, preprocessing, recipe, metrics."""
+    from gsanet.pack import pack
+
+    found = pack(run, out, checkpoint=checkpoint, data=data, license=license, note=note)
+    console.print(f"written: {out} ({out.stat().st_size / 1e6:.2f} MB)", highlight=False, soft_wrap=True)
+    console.print(f"metrics: {found.summary}", highlight=False, soft_wrap=True)
+    console.print(
+        f'to use it: gsanet.create_model("{found.model}", pretrained="{out}")',
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+
+
 @recipes.callback(invoke_without_command=True)
 def list_recipes(context: typer.Context) -> None:
     """List the recipes that come with the package."""
@@ -458,7 +589,9 @@ def demo(out: Annotated[Path, typer.Option(help="Where the two runs go.")] = Pat
 
 RunOption = Annotated[Path | None, typer.Option("--run", help="A run directory of `gsanet train`; its best weights.")]
 ModelOption = Annotated[str, typer.Option("--model", help="Without --run: the network.")]
-WeightsOption = Annotated[Path | None, typer.Option("--weights", help="Without --run: its weights (safetensors).")]
+WeightsOption = Annotated[
+    Path | None, typer.Option("--weights", help="Without --run: its weights (safetensors). Default: the package's.")
+]
 FEW = 8  # images up to which each has a table of its own
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gsanet.functional import use_backend
 from gsanet.inference import fuse_for_inference
-from gsanet.models import create_model
+from gsanet.models import create_model, list_models
 
 __all__ = ["Export", "ExportError", "Format", "Source", "export_model", "open_network", "sample_photographs"]
 
@@ -153,8 +153,9 @@ def open_network(
         img_size: What a named network is made for. Default: its own size.
         options: Of a named network.
     """
+    from gsanet.models.fit import layer_names
     from gsanet.train.run_network import load_run_network
-    from gsanet.train.weights import head_names, load_weights, read_weights
+    from gsanet.train.weights import load_weights, read_weights
 
     if run is not None:
         if weights is not None or options:
@@ -169,11 +170,15 @@ def open_network(
     if ":" in model:
         network: Any = create_model(model, pretrained=True, **chosen)
         return Source(network.eval(), network.pretrained_cfg.get("label_names"), f"Weights of {model}.")
+    if weights is None and model in list_models(pretrained=True):
+        network = create_model(model, pretrained=True, **chosen)
+        names = None if "num_classes" in chosen else network.pretrained_cfg.get("label_names")
+        return Source(network.eval(), names, f"Weights of {model}, those of the package.")
     if weights is None:
         return Source(
             create_model(model, **chosen).eval(), None, "Weights are random: give --weights FILE or --run DIR."
         )
-    heads = {f"{name}.weight" for name in head_names(timm.models.get_pretrained_cfg_value(model, "classifier"))}
+    heads = {f"{name}.weight" for name in layer_names(timm.models.get_pretrained_cfg_value(model, "classifier"))}
     if classes := [len(tensor) for name, tensor in read_weights(weights).items() if name in heads]:
         chosen.setdefault("num_classes", classes[0])
     network = create_model(model, **chosen)

@@ -8,22 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 import torch
-import yaml
 from PIL import Image
 from torch import Tensor, nn
 
 from gsanet.images import UnreadableImageError, read_image
 from gsanet.layers.relative import TABLES
+from gsanet.models.described import read_description, shipped_weights
+from gsanet.models.fit import layer_names
 from gsanet.train.data import DataSettings
 from gsanet.train.data.augment import evaluation_views, render
 from gsanet.train.engine import make_model
-from gsanet.train.evaluate_weights import model_recipe
-from gsanet.train.recipe import Recipe, make_recipe
+from gsanet.train.evaluate_weights import weights_recipe
+from gsanet.train.recipe import Recipe
 from gsanet.train.run_directory import CLASSES, RECIPE, read_run
-from gsanet.train.weights import head_names, load_exactly, read_weights
+from gsanet.train.weights import load_exactly, read_weights
 
+DEFAULT = "gsa_resnet26_tiny"
 HOW_TO_GET_ONE = (
     "say which network: --run DIR of a training run, or --model NAME and --weights FILE. "
     "To get one in a minute: `gsanet demo`, then --run runs/quickstart/gsa_resnet26_tiny"
@@ -183,9 +184,9 @@ def load_classifier(
     Args:
         run: A run directory of `gsanet train`; its best weights are taken.
         model: Without a run: the network's name. Not needed for weights that say it themselves.
-        weights: Without a run: a safetensors file. Its metadata may hold `recipe` (a recipe as YAML: network, options,
-            image size, normalisation) and `classes` (a JSON list of names); else the network's own settings are
-            taken, and classes are numbers.
+        weights: Without a run: a safetensors file. Where its metadata say what it is (see `gsanet.models.described`),
+            they are followed; else the network's own settings are taken, and classes are numbers. Without weights:
+            those that come with this package, of `gsa_resnet26_tiny` where no network is named.
         overrides: Values set over the recipe's, such as `img_size` or `data.mean`.
         device: Where to. Default: the GPU if there is one.
     """
@@ -195,11 +196,9 @@ def load_classifier(
         run = Path(run)
         _check_run(run)
         recipe, names, source = read_run(run, overrides), _read_names(run / CLASSES), run
-    elif weights is not None:
-        source = Path(weights)
-        recipe, names = _describe(source, model, overrides or {})
     else:
-        raise ValueError(HOW_TO_GET_ONE)
+        source = _shipped(model) if weights is None else Path(weights)
+        recipe, names = weights_recipe(source, model, overrides or {}), read_description(source).classes
     network = make_model(recipe, len(names) or _count_classes(recipe, source))
     try:
         load_exactly(network, source)
@@ -241,33 +240,22 @@ def _check_run(run: Path) -> None:
         raise FileNotFoundError(f"there is no run directory {run}: {HOW_TO_GET_ONE}")
 
 
+def _shipped(model: str) -> Path:
+    """The weights that come with this package."""
+    try:
+        return shipped_weights(model or DEFAULT)
+    except ValueError as error:
+        raise ValueError(f"{error if model else 'no weights come with this package'}; {HOW_TO_GET_ONE}") from None
+
+
 def _read_names(file: Path) -> list[str]:
     return json.loads(file.read_text()) if file.exists() else []
-
-
-def _describe(file: Path, model: str, overrides: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
-    """The recipe and the class names of a weights file: its own, or the network's."""
-    if file.is_dir():
-        raise ValueError(f"{file} is a folder: give a safetensors file, or a run directory with --run")
-    if not file.exists():
-        raise FileNotFoundError(f"there is no file of weights {file}")
-    try:
-        with safetensors.safe_open(file, "pt") as opened:
-            metadata = opened.metadata() or {}
-    except safetensors.SafetensorError:
-        raise ValueError(f"{file} is not a safetensors file, the only kind of weights that is read") from None
-    names = json.loads(metadata.get("classes", "[]"))
-    if model:
-        return model_recipe(model, overrides), names
-    if "recipe" not in metadata:
-        raise ValueError(f"{file} does not say which network it belongs to: give --model NAME (`gsanet models`)")
-    return make_recipe(yaml.safe_load(metadata["recipe"]), overrides), names
 
 
 def _count_classes(recipe: Recipe, source: Path) -> int:
     """The number of classes, from the shape of the classifier."""
     settings: Any = make_model(recipe, 0).pretrained_cfg
-    weight = f"{head_names(settings['classifier'])[0]}.weight"
+    weight = f"{layer_names(settings['classifier'])[0]}.weight"
     found = read_weights(source)
     if weight not in found:
         raise ValueError(f"the weights of {source} do not fit the model: {weight} is missing there")

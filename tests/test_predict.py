@@ -118,12 +118,12 @@ def test_help(gsanet):
 
 def test_mistakes_are_one_line(gsanet, digits_run, run, digit, tmp_path):
     for arguments, words in (
-        ([], "`gsanet demo`, then --run runs/quickstart/gsa_resnet26_tiny"),
         (["--run", digits_run], "holds several runs: choose"),
         (["--run", tmp_path], "is no run directory"),
         (["--run", "nowhere"], "there is no run directory nowhere"),
         (["--run", run, "--model", "gsa_resnet50"], "not both"),
-        (["--model", "gsa_resnet50"], "say which network"),
+        (["--model", "gsa_resnet50"], "no weights of gsa_resnet50 come with this package"),
+        (["--model", "gsa_resnet50"], "`gsanet demo`, then --run runs/quickstart/gsa_resnet26_tiny"),
         (["--weights", "nowhere"], "there is no file of weights nowhere"),
         (["--weights", digit], "is not a safetensors file"),
         (["--weights", run / "best" / "model.safetensors", "--model", "gsa_resnet38"], "do not fit the model"),

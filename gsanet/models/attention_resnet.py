@@ -10,6 +10,7 @@ from typing import Any
 from timm.models import generate_default_cfgs
 
 from gsanet.layers import AttentionAugmentedConv, LocalRelation, PositionSensitiveAttention, StandAloneAttention
+from gsanet.models.described import with_shipped
 from gsanet.models.gsa_resnet import RESNET50, RESNET101, ResNetSettings, entry_point, network_cfg
 
 __all__ = ["NETWORKS"]
@@ -46,7 +47,7 @@ NETWORKS: dict[str, tuple[ResNetSettings, dict[str, Any]]] = {
     "axial_deeplab_s": (AXIAL_DEEPLAB_S, {}),
 }
 
-default_cfgs = generate_default_cfgs({name: network_cfg(*network) for name, network in NETWORKS.items()})
+default_cfgs = generate_default_cfgs(with_shipped({name: network_cfg(*network) for name, network in NETWORKS.items()}))
 
 for _name, (_settings, _) in NETWORKS.items():
     globals()[_name] = entry_point(_name, _settings, __name__)

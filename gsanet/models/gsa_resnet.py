@@ -15,15 +15,17 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import BatchNormAct2d, ConvNormAct, make_divisible, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, SelfAttnBlock
-from torch import Tensor, nn
+from torch import nn
 
 from gsanet.layers import AxialAttention, GlobalSelfAttention, LocalRelation
 from gsanet.layers.attention import Attention
-from gsanet.layers.relative import TABLES, RelativeTables, resize_table
+from gsanet.layers.relative import RelativeTables
 from gsanet.layers.stand_alone_attention import AttentionStem
+from gsanet.models.described import with_shipped
+from gsanet.models.fit import fit_pretrained
 from gsanet.suggest import suggest
 
-__all__ = ["NETWORKS", "GSAResNet", "ResNetSettings", "fit_state_dict"]
+__all__ = ["NETWORKS", "GSAResNet", "ResNetSettings"]
 
 Stem = Literal["7x7/2+maxpool", "7x7/2", "3x3/1", "attention/4", "relation/2+maxpool"]
 STEM_STRIDES: dict[str, int] = {
@@ -215,15 +217,6 @@ def _start_as_pytorch_does(model: nn.Module) -> None:
             _start_as_pytorch_does(module)
 
 
-def fit_state_dict(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Weights trained at one image size, made to fit a model of another: only the tables differ."""
-    target = model.state_dict()
-    return {
-        name: resize_table(tensor, len(target[name])) if name.endswith(TABLES) and name in target else tensor
-        for name, tensor in state_dict.items()
-    }
-
-
 def _options(attention: type[nn.Module]) -> list[str]:
     """The arguments of an attention module that are the user's to choose; the network sets the others."""
     given = {"self", "dim", "dim_out", "feat_size", "stride", "device", "dtype"}
@@ -307,7 +300,7 @@ NETWORKS: dict[str, tuple[ResNetSettings, dict[str, Any]]] = {
     "conv_resnet35_tiny": (replace(RESNET35_TINY, groups=()), CIFAR),
 }
 
-default_cfgs = generate_default_cfgs({name: network_cfg(*network) for name, network in NETWORKS.items()})
+default_cfgs = generate_default_cfgs(with_shipped({name: network_cfg(*network) for name, network in NETWORKS.items()}))
 
 
 # Arguments that timm gives an entry point, and that make no difference to the network.
@@ -327,7 +320,7 @@ def entry_point(name: str, settings: Any, module: str, network: type[ByobNet] = 
             name,
             pretrained,
             model_cfg=settings,
-            pretrained_filter_fn=fit_state_dict,
+            pretrained_filter_fn=fit_pretrained,
             feature_cfg={"flatten_sequential": True, "out_indices": tuple(features)},
             **kwargs,
         )

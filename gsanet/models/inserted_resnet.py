@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gsanet.layers import CompactNonLocal, DETRTransformer, DoubleAttention, EfficientAttention, NonLocal
 from gsanet.layers.criss_cross import CrissCrossHead
 from gsanet.layers.video_transformer import VideoTransformer
+from gsanet.models.described import with_shipped
 from gsanet.models.gsa_resnet import GSAResNet, ResNetSettings, Size, entry_point, network_cfg, take
 
 __all__ = ["NETWORKS", "ClipResNet", "InsertedResNet", "InsertedSettings"]
@@ -209,7 +210,7 @@ NETWORKS: dict[str, tuple[InsertedSettings, dict[str, Any]]] = {
     "videobert_resnet50": (InsertedSettings(module=VideoTransformer), {}),
 }
 
-default_cfgs = generate_default_cfgs({name: network_cfg(*network) for name, network in NETWORKS.items()})
+default_cfgs = generate_default_cfgs(with_shipped({name: network_cfg(*network) for name, network in NETWORKS.items()}))
 
 for _name, (_settings, _) in NETWORKS.items():
     _network = ClipResNet if _settings.module is VideoTransformer else InsertedResNet

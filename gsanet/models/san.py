@@ -17,6 +17,7 @@ from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, regi
 from torch import Tensor, nn
 
 from gsanet.layers import PairwiseAttention, PatchwiseAttention
+from gsanet.models.described import with_shipped
 from gsanet.models.gsa_resnet import RESNET50, Size, check_options, entry_point, network_cfg, take
 
 __all__ = ["NETWORKS", "SAN", "SANSettings"]
@@ -163,7 +164,7 @@ NETWORKS = {
 }
 DIFFERENCES = {"fixed_input_size": False, "first_conv": "stem.conv"}
 
-default_cfgs = generate_default_cfgs({name: network_cfg(RESNET50, DIFFERENCES) for name in NETWORKS})
+default_cfgs = generate_default_cfgs(with_shipped({name: network_cfg(RESNET50, DIFFERENCES) for name in NETWORKS}))
 
 for _name, _settings in NETWORKS.items():
     globals()[_name] = entry_point(_name, _settings, __name__, SAN)

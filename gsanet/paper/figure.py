@@ -1,4 +1,4 @@
-"""The paper's kind of plot: accuracy against parameters, operations and time of one image."""
+"""The paper's kind of plot: accuracy against parameters, operations, and time of one image or throughput."""
 
 import importlib.util
 import re
@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from gsanet.bench import BenchRow
+from gsanet.models import list_models
+from gsanet.paper.compare import Setting
 from gsanet.paper.printed import Network, printed_tables
-from gsanet.paper.results import Results, plain_network
+from gsanet.paper.results import Results, Run, plain_network
+from gsanet.paper.tables import alike, summarise
 
 PRINTED = "ImageNet, as the paper prints"
 COLOURS = {"gsa": "tab:red", "conv": "tab:gray"}
@@ -83,11 +86,93 @@ _AXES: dict[str, Any] = {
 }
 
 
+def draw_results(results: Results, folder: Path) -> list[Path]:
+    """Draw the accuracy of measured networks against their parameters, operations and training throughput.
+
+    One picture for each setting (data set, recipe, length) with at least two networks. Only networks as they are named:
+    variants of one network, as in Tables 4 and 5, would lie on top of each other.
+
+    Returns:
+        The pictures.
+    """
+    known = set(list_models())
+    runs = [run for run in results.runs if not run.holdout and not run.network.options and run.model in known]
+    settings: dict[Setting, list[list[Run]]] = defaultdict(list)
+    for same in alike(runs).values():
+        settings[summarise(same).setting].append(same)
+    settings = {setting: networks for setting, networks in settings.items() if len(networks) > 1}
+    if not settings:
+        raise ValueError("nothing to draw: the folder of results holds no two runs to compare (`gsanet paper run`)")
+    files: dict[str, Path] = {}
+    for setting, networks in settings.items():
+        name = f"results-{setting[1] if setting[1].startswith(setting[0]) else setting[0]}"
+        length = setting[2].replace(" ", "-").replace(",", "")
+        file = folder / (f"{name}.png" if name not in files else f"{name}-{length}.png")
+        files[file.stem] = file
+        _draw_setting(setting, networks, file)
+    return list(files.values())
+
+
+_MEASURED: dict[str, Any] = {
+    "Parameters (M)": lambda run: run.params and run.params / 1e6,
+    "FLOPs of one image (G)": lambda run: run.flops and run.flops / 1e9,
+    "Training, images a second (thousands)": lambda run: run.images_per_second and run.images_per_second / 1e3,
+}
+
+
+def _draw_setting(setting: Setting, networks: list[list[Run]], file: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    plots: Any = figure.subplots(1, 3, sharey=True)
+    with_names = []
+    for plot, (heading, value) in zip(plots, _MEASURED.items(), strict=True):
+        named = []
+        for runs in networks:
+            values = [value(run) for run in runs if value(run)]
+            if values:
+                top1 = [run.top1 for run in runs]
+                named.append((runs[0].model, statistics.fmean(values), statistics.fmean(top1)))
+                if len(top1) > 1:  # from the worst to the best seed
+                    bars = {"color": colour_of(runs[0].model), "linewidth": 5, "alpha": 0.35, "zorder": 1}
+                    plot.vlines(named[-1][1], min(top1), max(top1), **bars)
+        _scatter(plot, named)
+        plot.set_xlabel(heading)
+        plot.grid(alpha=0.3)
+        with_names.append((plot, named))
+    dataset, recipe, length = setting
+    evaluated = next((run.evaluated_on for runs in networks for run in runs if run.evaluated_on), dataset)
+    size = next((run.settings["img_size"] for runs in networks for run in runs if "img_size" in run.settings), None)
+    plots[0].set_ylabel("Top-1 (%)")
+    families = {"GSA": COLOURS["gsa"], "convolution": COLOURS["conv"], "others": OTHERS}
+    drawn = {colour_of(runs[0].model) for runs in networks}
+    for label, colour in families.items():
+        if colour in drawn:
+            plots[0].plot([], [], marker="o", color=colour, label=label)
+    plots[0].legend(loc="lower right", fontsize="small")
+    devices = sorted({run.device for runs in networks for run in runs if run.device})
+    parts = [f"{dataset}{f' at {size}x{size}' if isinstance(size, int) else ''}", f"recipe {recipe}", length, *devices]
+    seeds = "; a bar joins the seeds" if any(len(runs) > 1 for runs in networks) else ""
+    title = f"Top-1 of {evaluated}\n{', '.join(part for part in parts if part)}{seeds}"
+    figure.suptitle(title, fontsize="medium")
+    figure.draw_without_rendering()
+    for plot, named in with_names:
+        _write_names(plot, named)
+    figure.savefig(file, dpi=150)
+
+
+def colour_of(name: str) -> str:
+    """GSA, convolution, or another."""
+    return COLOURS.get(name.split("_")[0], OTHERS)
+
+
 def _scatter(plot: Any, points: list[tuple[str, float, float]]) -> None:
     """Points, the depths of one family joined, as in the paper."""
     for family, group in groupby(sorted(points), key=lambda point: re.sub(r"\d+$", "", point[0])):
         _, x, y = zip(*sorted(group, key=lambda point: point[1]), strict=True)
-        plot.plot(x, y, marker="o", color=COLOURS.get(family.split("_")[0], OTHERS))
+        plot.plot(x, y, marker="o", color=colour_of(family))
     plot.margins(x=0.25, y=0.15)
 
 

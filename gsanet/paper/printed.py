@@ -145,6 +145,7 @@ def _identify(table: int, columns: dict[str, str], cells: dict[str, str]) -> tup
     on = [name for name, cell in marks.items() if cell == CHECK]
     words = [columns[name].split(": ")[-1] for name in on]
     if table == 4:
-        return ", ".join(words), Network("gsa_resnet50", tuple((name, False) for name in marks if name not in on))
+        off = sorted(name for name in marks if name not in on)  # in the order in which runs are compared with rows
+        return ", ".join(words), Network("gsa_resnet50", tuple((name, False) for name in off))
     groups = tuple(int(word) for word in words)
     return f"groups {', '.join(words)}", Network("gsa_resnet50", (("groups", groups),) if len(groups) < 4 else ())

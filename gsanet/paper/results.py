@@ -1,6 +1,6 @@
 """What was measured here: the files in `results/`, read and checked.
 
-A folder of results holds one JSON object a file, `NAME.json`, of two kinds.
+A folder of results holds one JSON object a file, `NAME.json` or `runs/NAME.json`, of two kinds.
 
 A finished training run (`"kind": "run"`, or no kind):
 
@@ -8,14 +8,27 @@ A finished training run (`"kind": "run"`, or no kind):
     model, model_kwargs the network, as `gsanet.create_model(model, **model_kwargs)` makes it
     recipe, dataset     as `gsanet train` was told them; together with the seed they say what was trained
     seed                a whole number
-    top1                percent, of the whole test set
+    top1                percent, of the weights at the end of the run, not of the best on the way
     command, commit     the command that made it, and the commit of this repository that ran it
 
-and, where known: `top5` (percent), `params`, `flops` (of one image, a multiplication and an addition are two),
-`images_per_second` (training), `memory` (bytes, peak, training), `device` (in words), `notes`, and `rows`: keys of
-rows of the paper's tables, such as `"table4: Content, Col."` (each `gsanet paper tableN --json` gives them), that the
-run stands for although its network is not the row's own, because it is a smaller one. Without `rows` a run stands for
-each row of its network, whatever the image size, the number of classes and the stem.
+and, where known:
+
+    top5                percent
+    evaluated_on        which images, in words
+    holdout             the share of the training images that these were, where a recipe was to be chosen: such a run
+                        stands for no row of a table
+    length, weights     such as `20 epochs`; and the run that it started from
+    params, flops       of one image, a multiplication and an addition are two
+    images_per_second   of training, the median
+    memory              bytes, the peak of training, with the images that lie on the device
+    seconds, device     of the whole run; in words
+    versions, settings  of the software; the recipe with everything resolved
+    curve               the metrics of each epoch
+    notes               for the reader
+    rows                keys of rows of the paper's tables, such as `"table4: Content, Col."` (each `gsanet paper tableN
+                        --json` gives them), that the run stands for although its network is not the row's own,
+                        because it is a smaller one. Without `rows` a run stands for each row of its network, whatever
+                        the image size, the number of classes and the stem
 
 What `gsanet bench --out FILE` writes (`"kind": "bench"`): `setting`, `environment`, and a list `networks`, each with
 `model`, `model_kwargs` and its measurements, of which the tables show `latency_ms`.
@@ -32,8 +45,15 @@ FOLDER = Path("results")
 
 # Options that fit a network to its images or train it, and do not make it another row of a table.
 SETTINGS = {
-    *("img_size", "num_classes", "in_chans", "stem", "drop_rate", "drop_path_rate", "keep_reach"),
-    *("zero_init_last", "conv_init"),
+    "img_size",
+    "num_classes",
+    "in_chans",
+    "stem",
+    "drop_rate",
+    "drop_path_rate",
+    "keep_reach",
+    "zero_init_last",
+    "conv_init",
 }
 DEFAULTS: dict[str, Any] = {"content": True, "column": True, "row": True, "groups": (1, 2, 3, 4)}
 
@@ -55,9 +75,17 @@ class Run:
     top5: float | None = None
     params: int | None = None
     flops: int | None = None
+    evaluated_on: str = ""
+    holdout: float = 0.0
+    length: str = ""
+    weights: str = ""
     images_per_second: float | None = None
     memory: int | None = None
+    seconds: float | None = None
     device: str = ""
+    versions: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    curve: list[dict[str, float]] = field(default_factory=list)
     notes: str = ""
 
     @property
@@ -86,7 +114,11 @@ class Results:
 
     def runs_of(self, row: PrintedRow) -> list[Run]:
         """The runs that stand for a row of the paper's tables."""
-        return [run for run in self.runs if (row.key in run.rows if run.rows else run.network == row.network)]
+        return [
+            run
+            for run in self.runs
+            if not run.holdout and (row.key in run.rows if run.rows else run.network == row.network)
+        ]
 
     def latencies_of(self, row: PrintedRow) -> list[Latency]:
         """The measured runtimes of a row's network."""
@@ -112,7 +144,7 @@ def read_results(folder: Path = FOLDER) -> Results:
         raise ValueError(f"no folder of results at {folder}")
     runs: list[Run] = []
     latencies: list[Latency] = []
-    for file in sorted(folder.glob("*.json")):
+    for file in sorted([*folder.glob("*.json"), *folder.glob("runs/*.json")]):
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             if not isinstance(content, dict):
@@ -133,10 +165,11 @@ def read_results(folder: Path = FOLDER) -> Results:
 _NUMBER = (int, float)
 _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("run", "model", "recipe", "dataset", "command", "commit", "device", "notes"), (str,)),
+    **dict.fromkeys(("evaluated_on", "length", "weights"), (str,)),
     **dict.fromkeys(("seed", "params", "flops", "memory"), (int,)),
-    **dict.fromkeys(("top1", "top5", "images_per_second"), _NUMBER),
-    "model_kwargs": (dict,),
-    "rows": (list,),
+    **dict.fromkeys(("top1", "top5", "holdout", "images_per_second", "seconds"), _NUMBER),
+    **dict.fromkeys(("model_kwargs", "versions", "settings"), (dict,)),
+    **dict.fromkeys(("rows", "curve"), (list,)),
 }
 
 

@@ -1,6 +1,7 @@
 """The paper's tables for the terminal: what the paper prints on the first line of a row, what is known here below."""
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich import box
 from rich.console import RenderableType
@@ -8,6 +9,8 @@ from rich.table import Table
 
 from gsanet.bench import BenchRow, BenchSetting
 from gsanet.layers.attention import Combination
+from gsanet.paper.compare import Compared, Difference, Setting
+from gsanet.paper.open_questions import Answer
 from gsanet.paper.printed import CHECK, PrintedTable
 from gsanet.paper.table1 import MARKS, Table1Row
 from gsanet.paper.tables import Measured, TableRow
@@ -33,7 +36,7 @@ def show_table(printed: PrintedTable, rows: Sequence[TableRow]) -> Iterator[Rend
         for line in _lines_here(row, list(numbers)):
             table.add_row(*line)
     yield table
-    yield from _lines_below(rows)
+    yield from _lines_below(rows, "runtime" in numbers)
 
 
 SHORT = {
@@ -107,13 +110,13 @@ def _lines_here(row: TableRow, columns: list[str]) -> Iterator[list[str]]:
         unmeasured = dict.fromkeys(("top1", "top5", "cifar100_top1"), "" if row.measured else NOT_YET)
         yield [f"  [dim]{row.network}[/]", *({**unmeasured, **counted}[column] for column in columns)]
     for measured in row.measured:
-        cells = _accuracies(measured, columns)
+        cells = _accuracies(measured)
         yield [f"  [dim]{_what(measured)}[/]", *(cells.get(column, "") for column in columns)]
 
 
-def _accuracies(measured: Measured, columns: list[str]) -> dict[str, str]:
+def _accuracies(measured: Measured) -> dict[str, str]:
     top1 = f"{measured.top1:.2f}"
-    if "cifar100_top1" in columns and measured.dataset.lower().replace("-", "") == "cifar100":
+    if measured.column == "cifar100_top1":
         return {"cifar100_top1": top1}
     return {"top1": top1, "top5": NOT_YET if measured.top5 is None else f"{measured.top5:.2f}"}
 
@@ -121,7 +124,8 @@ def _accuracies(measured: Measured, columns: list[str]) -> dict[str, str]:
 def _what(measured: Measured) -> str:
     runs = f"{measured.runs} runs" if measured.runs > 1 else "1 run"
     spread = "" if measured.top1_spread is None else f", ±{measured.top1_spread:.2f}"
-    return f"{measured.dataset}, {runs}{spread}"
+    what = measured.recipe if measured.recipe.startswith(measured.dataset) else measured.dataset
+    return f"{what}, {runs}{spread}"
 
 
 def _counted(value: int | None, unit: float, letter: str, match: bool | None) -> str:
@@ -131,10 +135,10 @@ def _counted(value: int | None, unit: float, letter: str, match: bool | None) ->
     return f"{mark}{value / unit:.3f} {letter}"
 
 
-def _lines_below(rows: Sequence[TableRow]) -> Iterator[str]:
+def _lines_below(rows: Sequence[TableRow], has_runtime: bool) -> Iterator[str]:
     yield "[bold]The paper[/]: ImageNet; runtime of one image on a TPU v3; - where it prints none."
     yield "[bold]Here[/]: parameters and FLOPs counted at 224x224 with 1000 classes."
-    if any(not row.measured or not row.runtimes for row in rows):
+    if any(not row.measured or (has_runtime and not row.runtimes) for row in rows):
         yield f"{NOT_YET} not measured here yet (no such run in the folder of results)."
     judged = [row for row in rows if row.params_match is not None or row.flops_match is not None]
     agree = [row for row in judged if False not in (row.params_match, row.flops_match)]
@@ -143,11 +147,77 @@ def _lines_below(rows: Sequence[TableRow]) -> Iterator[str]:
     for note in dict.fromkeys(row.note for row in rows if row.note):
         names = ", ".join(row.network for row in rows if row.note == note)
         yield f"{DIFFERS} {names}: {note}"
-    measured = {(found.dataset, found.recipe, found.network) for row in rows for found in row.measured}
-    for dataset, recipe, network in sorted(measured):
-        yield f"Measured on {dataset} with {network}, recipe {recipe}."
+    others: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        for found in row.measured:  # a run may stand for a row although its network is another
+            others[found.setting] += [found.network] if found.network != row.network else []
+    for (dataset, recipe, length), networks in sorted(others.items()):
+        names = f" with {'; '.join(dict.fromkeys(networks))}" if networks else ""
+        yield f"Measured on {dataset}{names}, recipe {recipe}{length and ', '}{length}."
+    if any(found.top1_spread is not None for row in rows for found in row.measured):
+        yield "± is the standard deviation over seeds."
     for where in sorted({found.where for row in rows for found in row.runtimes[:1]}):
         yield f"Runtime here: one image, {where}."
+
+
+def show_comparisons(compared: Mapping[Setting, Compared]) -> Iterator[RenderableType]:
+    """How the rows differ, in the paper and here, and whether the paper's order holds."""
+    for (dataset, recipe, _), found in compared.items():
+        listed = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title_justify="left")
+        listed.title = f"Differences in top-1, {recipe if recipe.startswith(dataset) else dataset}"
+        baselines = {each.against for each in found.differences}
+        if len(baselines) == 1:
+            listed.title += f", from {min(baselines)}"
+        listed.add_column("", overflow="fold")
+        for heading in ("The paper", "Here"):
+            listed.add_column(heading, justify="right", no_wrap=True)
+        listed.add_column("", no_wrap=True)
+        for each in found.differences:
+            here = f"{each.here:+.2f}" + ("" if each.noise is None else f" ±{each.noise:.2f}")
+            name = each.row if len(baselines) == 1 else f"{each.row} [dim]from {each.against}[/]"
+            listed.add_row(name, f"{each.paper:+.1f}", here, _verdict(each))
+        if found.differences:
+            yield listed
+        if any(each.noise is not None for each in found.differences):
+            yield "± is the standard error, from the spread over seeds of all networks with several."
+        if found.pairs:
+            same = [pair for pair in found.pairs if pair.agrees]
+            yield f"The paper's order holds for {len(same)} of {len(found.pairs)} pairs of measured rows."
+            for pair in found.pairs:
+                if not pair.agrees:
+                    within = ", within the spread of the seeds" if pair.is_within_noise else ""
+                    yield (
+                        f"{DIFFERS} {pair.row} against {pair.against}: the paper {pair.paper:+.1f}, "
+                        f"here {pair.here:+.2f}{within}."
+                    )
+
+
+def show_answers(rows: Sequence[Answer]) -> Iterator[RenderableType]:
+    """The open questions, and the lines below them."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title_justify="left")
+    table.title = "Not in the paper: the GSA module with one thing changed"
+    table.add_column("", overflow="fold")
+    for heading in ("Top-1", "Difference", "Runs"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        found = row.measured
+        table.add_row(
+            f"{row.what}\n  [dim]{row.run}[/]",
+            NOT_YET if found is None else f"{found.top1:.2f}",
+            ("" if row.run == rows[0].run else NOT_YET) if row.difference is None else f"{row.difference:+.2f}",
+            NOT_YET if found is None else str(found.runs),
+        )
+    yield table
+    if any(row.measured is None for row in rows):
+        yield f"{NOT_YET} not measured here yet: `gsanet paper run NAME`."
+    for dataset, recipe, length in sorted({row.measured.setting for row in rows if row.measured}):
+        yield f"Measured on {dataset}, recipe {recipe}{length and ', '}{length}."
+
+
+def _verdict(difference: Difference) -> str:
+    if difference.is_within_noise:
+        return "[dim]within the spread[/]"
+    return "[green]same sign[/]" if difference.agrees else f"[yellow]{DIFFERS} other sign[/]"
 
 
 def show_bench(rows: Sequence[BenchRow], setting: BenchSetting, facts: dict[str, str]) -> Iterator[RenderableType]:

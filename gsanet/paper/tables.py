@@ -21,6 +21,7 @@ class Measured:
 
     dataset: str
     recipe: str
+    length: str
     network: str
     runs: int
     top1: float
@@ -28,6 +29,16 @@ class Measured:
     top5: float | None
     images_per_second: float | None
     commands: list[str]
+
+    @property
+    def setting(self) -> tuple[str, str, str]:
+        """What two rows must have in common to be compared: data set, recipe and length."""
+        return self.dataset, self.recipe, self.length
+
+    @property
+    def column(self) -> str:
+        """The column of the paper's tables that it stands beside."""
+        return "cifar100_top1" if is_cifar100(self.dataset) else "top1"
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,7 @@ def table_rows(number: int, results: Results) -> Iterator[TableRow]:
             flops=counts[1] if counts else None,
             params_match=matches[0],
             flops_match=matches[1],
-            measured=[_summary(runs) for runs in _alike(results.runs_of(row)).values()],
+            measured=[summarise(runs) for runs in alike(_printed_beside(results.runs_of(row), row)).values()],
             runtimes=[
                 MeasuredRuntime(found.milliseconds, f"{found.device}, {found.dtype}, {found.img_size}")
                 for found in results.latencies_of(row)
@@ -114,15 +125,27 @@ def _match(counted: float, row: PrintedRow, column: str) -> bool | None:
     return None if printed is None else f"{counted:.1f}" == f"{printed:.1f}"
 
 
-def _alike(runs: list[Run]) -> dict[Any, list[Run]]:
+def is_cifar100(dataset: str) -> bool:
+    """Whether it is the data set of the paper's appendix."""
+    return dataset.lower().replace("-", "") == "cifar100"
+
+
+def _printed_beside(runs: list[Run], row: PrintedRow) -> list[Run]:
+    """Only Table 6 has a column for CIFAR-100."""
+    return [run for run in runs if "cifar100_top1" in row.cells or not is_cifar100(run.dataset)]
+
+
+def alike(runs: list[Run]) -> dict[Any, list[Run]]:
     """Runs by what was trained on what: only their seeds differ."""
     groups: dict[Any, list[Run]] = defaultdict(list)
     for run in runs:
-        groups[run.dataset, run.recipe, run.network].append(run)
+        groups[run.dataset, run.recipe, run.length, run.network].append(run)
     return groups
 
 
-def _summary(runs: list[Run]) -> Measured:
+def summarise(runs: list[Run]) -> Measured:
+    """Runs that differ only in their seed, as one."""
+
     def mean(name: str) -> float | None:
         values = [value for run in runs if (value := getattr(run, name)) is not None]
         return statistics.fmean(values) if values else None
@@ -131,6 +154,7 @@ def _summary(runs: list[Run]) -> Measured:
     return Measured(
         dataset=runs[0].dataset,
         recipe=runs[0].recipe,
+        length=runs[0].length,
         network=str(runs[0].network),
         runs=len(runs),
         top1=statistics.fmean(accuracies),

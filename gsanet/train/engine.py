@@ -45,21 +45,23 @@ from gsanet.train.weights import load_weights
 
 @dataclass(frozen=True)
 class Result:
-    """How a call of `train` ended; `stopped_by` is the number of the signal, if one did."""
+    """How a call of `train` ended; `stopped_by` is the number of the signal, if one did (SIGALRM: the time was up)."""
 
     out: Path
     progress: Progress
     stopped_by: int | None = None
 
 
-def train(recipe: Recipe, out: str | Path, resume: bool = False) -> Result:
+def train(recipe: Recipe, out: str | Path, resume: bool = False, stop_after: float | None = None) -> Result:
     """Train as the recipe says.
 
     Args:
         recipe: With `data.path` set.
         out: The run directory, seen by all processes. Without `resume`, it must not hold a run.
         resume: Go on from the last checkpoint of `out`, or from the start if there is none yet.
+        stop_after: Save and stop after so many seconds, as if a signal had come.
     """
+    deadline = None if stop_after is None else time.monotonic() + stop_after
     out = Path(out)
     accelerator = make_accelerator(recipe)
     is_main, world_size = accelerator.is_main_process, accelerator.num_processes
@@ -112,7 +114,7 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> Result:
 
     progress, log = state.progress, StepLog(accelerator)
     began, saved_at = time.perf_counter() - progress.seconds, time.perf_counter()
-    with Interrupt() as interrupt, Reporter(out, progress.step, total_steps, is_main) as reporter:
+    with Interrupt(deadline) as interrupt, Reporter(out, progress.step, total_steps, is_main) as reporter:
         for line in (data.description, loaded, *damage):
             if line:
                 reporter.say(line)
@@ -134,7 +136,7 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> Result:
                 if state.ema is not None:
                     state.ema.update(model, progress.step)
                 due = is_main and time.perf_counter() - saved_at > 60 * recipe.checkpoint_minutes
-                log.push(progress.step, loss, lr, stop=interrupt.received is not None, save=due)
+                log.push(progress.step, loss, lr, stop=interrupt.wish is not None, save=due)
                 stop, save = take_in(log.records(), progress, reporter, recipe, out)
                 if recipe.checkpoint_steps and progress.step % recipe.checkpoint_steps == 0:
                     save = True
@@ -166,7 +168,7 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> Result:
                     f"Stopped after step {progress.step} of {total_steps}, and saved. "
                     f"To go on: gsanet train --resume {out}"
                 )
-                return Result(out, progress, interrupt.received or signal.SIGTERM)
+                return Result(out, progress, interrupt.wish or signal.SIGTERM)
 
     if is_main:
         finish(out, recipe, data, progress)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from gsanet.models import create_model
+from gsanet.models.described import read_description
 from gsanet.train.data import open_data
 from gsanet.train.engine import make_accelerator, make_model
 from gsanet.train.evaluate import Evaluation, evaluate
@@ -51,3 +52,22 @@ def model_recipe(model: str, overrides: Mapping[str, Any]) -> Recipe:
         "data": {key: settings[key] for key in ("mean", "std", "crop_pct")},
     }
     return make_recipe(values, overrides)
+
+
+def weights_recipe(file: Path, model: str, overrides: Mapping[str, Any]) -> Recipe:
+    """The recipe of a file of weights: its own, or what the network's own settings say.
+
+    Args:
+        file: Safetensors; their metadata may hold a recipe (see `gsanet.models.described`).
+        model: The name of the network. Not needed for weights that say it themselves.
+        overrides: Values set over the recipe's.
+    """
+    described = read_description(file)
+    if described.model and model in ("", described.model):
+        # Images that were held out to choose a recipe are no test.
+        return make_recipe(described.values, {"data.holdout": 0.0, **overrides})
+    if described.model:
+        raise ValueError(f"{file} holds weights of {described.model}, not of {model}")
+    if not model:
+        raise ValueError(f"{file} does not say which network it belongs to: give --model NAME (`gsanet models`)")
+    return model_recipe(model, overrides)

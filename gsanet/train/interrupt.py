@@ -1,7 +1,8 @@
-"""Ctrl-C, and the signal by which a cluster takes a machine back, as a wish that the loop sees between two steps."""
+"""Ctrl-C, the signal by which a cluster takes a machine back, and a time limit, as a wish seen between two steps."""
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -9,11 +10,23 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """While entered, the first SIGINT or SIGTERM only sets `received`; a second one ends the process at once."""
+    """While entered, the first SIGINT or SIGTERM only sets a wish; a second one ends the process at once.
 
-    def __init__(self) -> None:
+    Args:
+        deadline: When to stop in any case, as `time.monotonic()` counts. None: never.
+    """
+
+    def __init__(self, deadline: float | None = None) -> None:
+        self.deadline = deadline
         self.received: signal.Signals | None = None
         self._before: dict[int, Any] = {}
+
+    @property
+    def wish(self) -> signal.Signals | None:
+        """What asks to stop: the signal that came, or SIGALRM when the time is up."""
+        if self.received is None and self.deadline is not None and time.monotonic() >= self.deadline:
+            return signal.SIGALRM
+        return self.received
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)

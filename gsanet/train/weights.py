@@ -1,16 +1,14 @@
 """Start from weights that were trained for other classes or another image size."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
-import torch
 from torch import Tensor, nn
 
 from gsanet.layers.relative import TABLES
-from gsanet.models import fit_state_dict
+from gsanet.models.fit import check_fit, fit_state_dict, layer_names
 from gsanet.train import checkpoint
 
 
@@ -44,10 +42,10 @@ def load_weights(model: nn.Module, path: str | Path) -> str:
     target = model.state_dict()
     changed = [name for name in weights if name in target and weights[name].shape != target[name].shape]
     settings: Any = model.pretrained_cfg
-    head = head_names(settings["classifier"])
+    head = layer_names(settings["classifier"])
     left_out = [name for name in changed if name.rpartition(".")[0] in head]
     resized = [name for name in changed if name.endswith(TABLES)]
-    _check_fit(weights, target, path, allowed={*left_out, *resized})
+    check_fit(weights, target, path, allowed={*left_out, *resized})
     fitted = fit_state_dict({name: tensor for name, tensor in weights.items() if name not in left_out}, model)
     model.load_state_dict(fitted, strict=False)
     parts = [f"{len(fitted) - len(resized)} of {len(target)} tensors as they are"]
@@ -59,30 +57,8 @@ def load_weights(model: nn.Module, path: str | Path) -> str:
     return f"Weights of {path}: {', '.join(parts)}."
 
 
-def head_names(classifier: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The names of a network's last layers: timm's `pretrained_cfg` has one, several or none."""
-    return (classifier,) if isinstance(classifier, str) else tuple(classifier or ())
-
-
 def load_exactly(model: nn.Module, path: str | Path) -> None:
     """Load weights that fit the model as it is."""
     weights = read_weights(path)
-    _check_fit(weights, model.state_dict(), path, allowed=set())
+    check_fit(weights, model.state_dict(), path, allowed=set())
     model.load_state_dict(weights)
-
-
-def _check_fit(
-    weights: Mapping[str, Tensor], target: Mapping[str, Tensor], path: str | Path, allowed: set[str]
-) -> None:
-    """Refuse weights of another network, naming the first tensor that shows it."""
-    none = torch.Size()
-    for name in [*target, *(name for name in weights if name not in target)]:
-        has, wants = (tensors[name].shape if name in tensors else none for tensors in (weights, target))
-        if name not in allowed and (has != wants or (name in weights) != (name in target)):
-            was = f"is {_shape(has)} there" if name in weights else "is missing there"
-            now = f"is {_shape(wants)} in the model" if name in target else "is not in the model"
-            raise ValueError(f"the weights of {path} do not fit the model: {name} {was} and {now}")
-
-
-def _shape(shape: torch.Size) -> str:
-    return "x".join(map(str, shape)) or "a number"

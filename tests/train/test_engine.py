@@ -266,6 +266,16 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tiny_recipe, tmp_path, monkeypatch, 
         assert rows[0] == rows[1]
 
 
+def test_a_time_limit_saves_and_the_run_goes_on(tiny_recipe, tmp_path, capsys):
+    recipe = tiny_recipe(epochs=1)
+    result = train(recipe, tmp_path / "run", stop_after=0.0)
+    assert result.stopped_by == signal.SIGALRM
+    assert 0 < result.progress.step < 22
+    assert f"To go on: gsanet train --resume {tmp_path / 'run'}" in capsys.readouterr().out
+    result = train(recipe, tmp_path / "run", resume=True, stop_after=600)
+    assert (result.stopped_by, result.progress.step) == (None, 22)
+
+
 def test_other_data_cannot_be_resumed(tiny_recipe, image_folder, tmp_path):
     recipe = tiny_recipe(**{"steps": 2, "batch_size": 4, "data.path": str(image_folder), "data.workers": 0})
     train(recipe, tmp_path / "run")

@@ -15,7 +15,7 @@ from gsanet.train.data.loader import LoaderStore
 from gsanet.train.data.memory import open_in_memory
 from gsanet.train.data.settings import DataSettings, Plan
 from gsanet.train.data.shards import Shards
-from gsanet.train.data.sources import Source, open_splits
+from gsanet.train.data.sources import Source, hold_out, open_splits
 from gsanet.train.data.stream import ShardEvalLoader, ShardTrainLoader
 
 __all__ = ["DamagedDataError", "Data", "DataSettings", "EvalLoader", "TrainLoader", "open_data"]
@@ -30,7 +30,10 @@ class Data:
     """
 
     def __init__(self, path: str, plan: Plan, train: bool) -> None:
-        splits = open_splits(path, train)
+        held_out = plan.settings.holdout
+        splits = open_splits(path, train or held_out > 0)
+        if held_out:
+            splits = hold_out(splits, held_out)
         self.class_names = splits.class_names
         self._splits, self._plan = splits, plan
         samples = len(splits.train) if splits.train is not None else 0

@@ -1,7 +1,9 @@
 """The path for small images: decoded once, kept as uint8 on the device, augmented there by the batch."""
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,19 +137,17 @@ def _decode_all(
     source: Source, plan: Plan, damage: Damage, size: tuple[int, int], resize: bool
 ) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
     """Images, labels, and which of them are sound."""
-    from rich.console import Console
-    from rich.progress import track
-
     images = torch.empty(len(source), size[0], 3, size[1], dtype=torch.uint8)
     labels = torch.empty(len(source), dtype=torch.int64)
     good = np.ones(len(source), bool)
     chunks = Chunks(source, size, resize)
     workers = plan.settings.workers if len(source) > MANY else 0
-    console = Console(stderr=True)
-    quiet = plan.rank != 0 or not console.is_terminal
-    pieces = track(
-        iterate(chunks, plan, workers), "Decoding", len(chunks), console=console, transient=True, disable=quiet
-    )
+    pieces: Iterable[Any] = iterate(chunks, plan, workers)
+    if plan.rank == 0 and sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import track
+
+        pieces = track(pieces, "Decoding", len(chunks), console=Console(stderr=True), transient=True)
     for number, (piece, piece_labels, damaged, same_size) in enumerate(pieces):
         if not same_size:
             raise MixedSizesError

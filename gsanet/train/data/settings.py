@@ -39,6 +39,9 @@ class DataSettings:
             sizes: if the sizes differ, each is resized once to cover `img_size`, and its centre kept.
         workers: Decoding processes.
         max_bad_fraction: The largest share of a split's images that may fail to decode before it stops.
+        holdout: This share of the training images is not trained on, and evaluation takes it in the place of the
+            held-out split: to choose a recipe without looking at the test images. Which ones does not depend on the
+            seed.
     """
 
     img_size: tuple[int, int]
@@ -53,6 +56,7 @@ class DataSettings:
     in_memory: bool | None = None
     workers: int = field(default_factory=default_workers)
     max_bad_fraction: float = 0.01
+    holdout: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, with the name of the setting."""
@@ -71,6 +75,7 @@ class DataSettings:
         _require(0 < self.crop_pct <= 1, "crop_pct", self.crop_pct, "above 0 and at most 1")
         _require(self.workers >= 0, "workers", self.workers, "0 or more")
         _require(0 <= self.max_bad_fraction < 1, "max_bad_fraction", self.max_bad_fraction, "from 0 to below 1")
+        _require(0 <= self.holdout < 1, "holdout", self.holdout, "from 0 to below 1")
 
 
 @dataclass(frozen=True)

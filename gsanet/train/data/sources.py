@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 from torch.utils.data import IterableDataset
 
+from gsanet.train.data import draws
 from gsanet.train.data.shards import Shards, open_shards
 
 VALIDATION_NAMES = ("val", "validation", "test")
@@ -108,6 +109,38 @@ class TimmSource:
     def name(self, index: int) -> str:
         """The reader's name for it."""
         return f"{self.title} {index}" if self.reader is None else str(self.reader.filename(index, absolute=True))
+
+
+class PartSource:
+    """Some of the samples of another source."""
+
+    def __init__(self, source: Source, samples: np.ndarray) -> None:
+        self.source, self.samples = source, samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def open(self, index: int) -> tuple[Image.Image, int]:
+        """As the other source does."""
+        return self.source.open(int(self.samples[index]))
+
+    def name(self, index: int) -> str:
+        """The other source's name for it."""
+        return self.source.name(int(self.samples[index]))
+
+
+def hold_out(splits: Splits, share: float) -> Splits:
+    """A share of the training images in the place of the held-out split; the other images are left to train on."""
+    source = splits.train
+    if source is None or isinstance(source, Shards):
+        raise ValueError("data setting holdout needs images in folders or arrays: tar shards are not indexed")
+    order = draws.permutation(0, 0, draws.HOLDOUT, len(source))
+    count = round(share * len(source))
+    if not 0 < count < len(source):
+        raise ValueError(f"data setting holdout takes {count} of {len(source)} training images: choose another share")
+    held_out, rest = np.sort(order[:count]), np.sort(order[count:])
+    title = f"{splits.title}, held out of its training images"
+    return Splits(PartSource(source, rest), PartSource(source, held_out), splits.class_names, title)
 
 
 def open_folder(path: str, train: bool) -> Splits:
@@ -216,6 +249,20 @@ def open_splits(path: str, train: bool = True) -> Splits:
     if form == "wds" and colon:
         return open_wds(rest, train)
     return open_folder(path, train)
+
+
+def data_name(path: str) -> str:
+    """What to call a data set where its place does not matter: the last part of a folder, or the name of its kind."""
+    form, colon, rest = path.partition(":")
+    if form == "timm" and colon:
+        return rest.partition(":")[0]
+    return form if colon else Path(path).expanduser().resolve().name
+
+
+def evaluated_on(path: str, images: int, holdout: float = 0.0) -> str:
+    """Which images an accuracy is of, in words."""
+    which = "training images, held out," if holdout else "held-out images"
+    return f"the {images:,} {which} of {data_name(path)}"
 
 
 def _check_classes(name: str, found: list[str], wanted: list[str]) -> None:

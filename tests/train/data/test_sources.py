@@ -39,6 +39,40 @@ def test_held_out_split_alone(folder):
         _ = data.train
 
 
+@pytest.mark.parametrize("kind", ["memory", "loader"])
+def test_a_part_of_the_training_images_is_held_out(folder, kind):
+    parts = []
+    for seed in (0, 1):
+        data = open_small(folder, kind, batch_size=8, seed=seed, **UNTOUCHED, holdout=0.2)
+        assert (data.train.num_samples, data.val.num_samples) == (24, 6)
+        trained_on = {number for epoch in range(4) for number in numbers(data.train.batches(epoch))}
+        parts.append(sorted(numbers(data.val.batches())))
+        assert trained_on | set(parts[-1]) == set(range(30))
+        assert not trained_on & set(parts[-1])
+    assert parts[0] == parts[1]  # whatever the seed
+    assert f"{folder}, held out of its training images: 24 training and 6 held-out" in data.description
+    shutil.rmtree(folder / "val")
+    with pytest.raises(FileNotFoundError, match="has no held-out split"):
+        open_small(folder, kind, **UNTOUCHED, holdout=0.2)
+
+
+def test_a_part_of_arrays_is_held_out():
+    data = open_small("digits", batch_size=32, img_size=(8, 8), holdout=0.1)
+    whole = open_small("digits", batch_size=32, img_size=(8, 8))
+    assert (data.train.num_samples, data.val.num_samples) == (1293, 144)
+    pixels = {each.numpy().tobytes() for images, _ in data.val.batches() for each in images}
+    assert len(pixels & {each.numpy().tobytes() for images, _ in whole.val.batches() for each in images}) < 3
+
+
+def test_what_cannot_be_held_out(folder, shards):
+    with pytest.raises(ValueError, match="holdout takes 0 of 30 training images"):
+        open_small(folder, holdout=0.001)
+    with pytest.raises(ValueError, match="tar shards are not indexed"):
+        open_small(f"wds:{shards}/train/*.tar|{shards}/val/*.tar", "shards", holdout=0.1)
+    with pytest.raises(ValueError, match="data setting holdout must be from 0 to below 1, got 1"):
+        DataSettings(img_size=(8, 8), holdout=1.0)
+
+
 def remove_train(root):
     shutil.rmtree(root / "train")
 

@@ -1,0 +1,104 @@
+"""A finished run as one file: bf16 weights, and in their metadata all that it takes to use them."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from gsanet.models import count_flops, count_parameters
+from gsanet.models.described import Description
+from gsanet.train import checkpoint as checkpoints
+from gsanet.train.checkpoint import explained, replace_file
+from gsanet.train.data.sources import evaluated_on
+from gsanet.train.evaluate_weights import evaluate_weights, weights_recipe
+from gsanet.train.recipe import Recipe
+from gsanet.train.run_network import load_run_network
+
+__all__ = ["pack"]
+
+# Of the machine, not of the network.
+PLACES = ("path", "in_memory", "workers")
+
+
+def pack(
+    run: str | Path,
+    out: str | Path,
+    *,
+    checkpoint: str = "last",
+    data: str = "",
+    license: str = "apache-2.0",
+    note: str = "",
+) -> Description:
+    """Write the weights of a run in bf16, with what they are (see `gsanet.models.described`).
+
+    Args:
+        run: The run directory.
+        out: The file, `NAME.safetensors`.
+        checkpoint: `"last"` or `"best"` weights. The best ones were chosen by the images that the run was evaluated on,
+            so their accuracy there says too much.
+        data: Evaluate what was written on this data set, as `gsanet.train.data.open_data` takes it. Default: take the
+            figures of the run, whose weights were not yet rounded to bf16.
+        license: Of the weights, as the Hub spells it.
+        note: What the licence does not say, such as the terms of the data.
+    """
+    run, out = Path(run), Path(out)
+    if out.suffix != ".safetensors":
+        raise ValueError(f"the file must be named NAME.safetensors, got {out}")
+    if checkpoint not in ("last", "best"):
+        raise ValueError(f"checkpoint must be last or best, got {checkpoint!r}")
+    found = load_run_network(run, checkpoint)
+    tensors = {
+        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in found.model.state_dict().items()
+    }
+    described = Description(
+        out,
+        recipe=_without_places(found.recipe).to_yaml(),
+        classes=found.class_names,
+        metrics={
+            **_run_metrics(run, checkpoint, found.recipe),
+            "params": count_parameters(found.model),
+            "flops": count_flops(found.model),
+        },
+        license=license,
+        note=note,
+    )
+    _write(out, tensors, described)
+    if data:
+        evaluation = evaluate_weights(weights_recipe(out, "", {"data.path": data}), out)
+        figures = {**described.metrics, **_figures(asdict(evaluation), data, 0.0, "bf16")}
+        described = replace(described, metrics=figures)
+        _write(out, tensors, described)
+    return described
+
+
+def _write(out: Path, tensors: dict[str, torch.Tensor], described: Description) -> None:
+    with explained(out):
+        replace_file(out, safetensors.torch.save(tensors, described.metadata()))
+
+
+def _without_places(recipe: Recipe) -> Recipe:
+    data = {key: value for key, value in recipe.data.items() if key not in PLACES}
+    return replace(recipe, data=data, weights=None)
+
+
+def _run_metrics(run: Path, checkpoint: str, recipe: Recipe) -> dict[str, Any]:
+    """What was measured of the weights as they were trained: by `gsanet eval`, or during training."""
+    file = run / f"eval-{checkpoint}.json"
+    if file.exists():
+        figures = json.loads(file.read_text())
+        return _figures(figures, figures["data"], recipe.data_settings.holdout, "fp32")
+    saved, _ = checkpoints.load(run / checkpoint)
+    state = saved.state if saved else {}
+    if not state.get("evaluation") or state["epoch_steps"]:  # trained on since
+        raise ValueError(f"{run} has not evaluated its {checkpoint} weights yet: `gsanet eval --run {run}`")
+    return _figures(state["evaluation"], recipe.data_path, recipe.data_settings.holdout, "fp32")
+
+
+def _figures(evaluation: dict[str, Any], data: str, holdout: float, weights: str) -> dict[str, Any]:
+    """The figures that belong to the weights, and what they were measured on."""
+    kept = {key: evaluation[key] for key in ("top1", "top5", "loss", "images")}
+    return {**kept, "on": evaluated_on(data, evaluation["images"], holdout), "weights": weights}

@@ -1,0 +1,124 @@
+"""A finished run directory as a file of results."""
+
+import json
+import shlex
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gsanet.models import count_flops, count_parameters
+from gsanet.paper.results import Run
+from gsanet.train import checkpoint
+from gsanet.train.checkpoint import replace_file
+from gsanet.train.data.sources import data_name, evaluated_on
+from gsanet.train.engine import make_model
+from gsanet.train.recipe import SECTIONS, Recipe, load_recipe
+from gsanet.train.report import read_metrics
+from gsanet.train.run_directory import CLASSES, ENVIRONMENT, read_run
+from gsanet.train.state import Progress
+
+MEMORY = "memory.json"
+# What a machine decides, and no result depends on.
+PLACES = ("weights", "compile", "checkpoint_minutes", "checkpoint_steps", "timeout_minutes")
+DATA_PLACES = ("path", "workers", "in_memory")
+
+
+def record_run(
+    out: Path,
+    file: Path,
+    *,
+    recipe_name: str,
+    commit: str,
+    dataset: str = "",
+    command: str = "",
+    weights: str = "",
+    notes: str = "",
+) -> Run:
+    """Write the results of a finished run, `gsanet.paper.results` says what they are.
+
+    Args:
+        out: The run directory.
+        file: Where to; its name is the run's.
+        recipe_name: The recipe that the run was started with.
+        commit: The state of the source that made it.
+        dataset: What it was trained on. Default: the last part of its data's path.
+        command: What made it. Default: `gsanet train`, with all that was set over the recipe.
+        weights: The run that it started from.
+        notes: For the reader.
+    """
+    recipe = read_run(out)
+    saved, _ = checkpoint.load(out / "last")
+    progress = Progress(**saved.state) if saved else Progress()
+    total = recipe.steps or (recipe.epochs or 0) * (progress.train_images // recipe.batch_size)
+    if progress.step < total or not total:
+        raise ValueError(f"{out} is at step {progress.step} of {total}: a run has results when it is finished")
+    epochs, last = read_metrics(out, "epoch"), progress.evaluation
+    speeds = [row["images_per_second"] for row in read_metrics(out, "train") or epochs]
+    session = json.loads((out / ENVIRONMENT).read_text())[-1]
+    model = make_model(recipe, len(json.loads((out / CLASSES).read_text())))
+    dataset, holdout = dataset or data_name(recipe.data_path), recipe.data_settings.holdout
+    found = Run(
+        run=file.stem,
+        model=recipe.model,
+        recipe=recipe_name,
+        dataset=dataset,
+        seed=recipe.seed,
+        top1=last["top1"],
+        command=command or train_command(recipe_name, recipe),
+        commit=commit,
+        model_kwargs=recipe.model_kwargs,
+        top5=last["top5"],
+        params=count_parameters(model),
+        flops=count_flops(model, recipe.image_size),
+        evaluated_on=evaluated_on(dataset, last["images"], holdout),
+        holdout=holdout,
+        length=f"{recipe.epochs} epochs" if recipe.epochs else f"{recipe.steps:,} steps",
+        weights=weights,
+        images_per_second=statistics.median(speeds),
+        memory=read_memory(out),
+        seconds=progress.seconds,
+        device=session["device"],
+        versions={key: session[key] for key in ("gsanet", "torch", "cuda", "python")},
+        settings=portable_settings(recipe),
+        curve=[{key: value for key, value in row.items() if key != "kind"} for row in epochs],
+        notes=notes,
+    )
+    content = {key: value for key, value in asdict(found).items() if value not in (None, "", [], {})}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(file, (json.dumps({"kind": "run", **content}, indent=1) + "\n").encode())
+    return found
+
+
+def portable_settings(recipe: Recipe) -> dict[str, Any]:
+    """A recipe without what a machine decides."""
+    values = {key: value for key, value in yaml.safe_load(recipe.to_yaml()).items() if key not in PLACES}
+    values["data"] = {key: value for key, value in values.get("data", {}).items() if key not in DATA_PLACES}
+    return values
+
+
+def train_command(recipe_name: str, recipe: Recipe) -> str:
+    """The command that makes a run again, but for the places of data and run directory."""
+    named, own = (dict(_flat(portable_settings(each))) for each in (load_recipe(recipe_name), recipe))
+    words = ["gsanet", "train", "--recipe", recipe_name]
+    for key, value in own.items():
+        if key not in named or named[key] != value:
+            words += ["--set", f"{key}={json.dumps(value) if not isinstance(value, str) else value}"]
+    return shlex.join(words)
+
+
+def read_memory(out: Path) -> int | None:
+    """The most bytes that a run has held on the GPU, where that is known."""
+    file = out / MEMORY
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if key in SECTIONS:
+            yield from ((f"{key}.{name}", each) for name, each in value.items())
+        else:
+            yield key, value

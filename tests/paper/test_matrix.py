@@ -1,0 +1,193 @@
+"""The experiments: what the matrix holds, and that they are made, cut, continued and recorded."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gsanet.paper import run_matrix, studies
+from gsanet.paper.matrix import choose, matrix, read_matrix
+from gsanet.paper.printed import printed_table
+from gsanet.paper.results import read_results
+from gsanet.paper.run_matrix import Place, plan_lines, run_command, run_experiments
+from gsanet.train.engine import train
+from gsanet.train.recipe import load_recipe
+
+SMALL = """
+datasets:
+  digits: {train_images: 1437, classes: 10}
+kinds:
+  scratch:
+    recipe: quickstart
+    dataset: digits
+    set: {steps: 6, model_kwargs.width: 0.125, model_kwargs.depths: [1, 1]}
+runs:
+  gsa: {kind: scratch, model: gsa_resnet26_tiny, seeds: [0, 1]}
+  choice: {kind: scratch, model: gsa_resnet26_tiny, set: {data.holdout: 0.1, steps: 2}}
+  tuned: {kind: scratch, model: gsa_resnet26_tiny, set: {steps: 2}, weights: gsa}
+"""
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 5, 6])
+def test_every_row_of_the_tables_has_a_run(number):
+    runs = choose([], table=number)
+    for row in printed_table(number).rows:
+        assert any(run.network == row.network for run in runs if run.dataset == "tinyimagenet"), row.key
+    assert len({(run.recipe.batch_size, run.recipe.lr, run.recipe.epochs, run.recipe.image_size) for run in runs
+                if run.dataset == "tinyimagenet"}) == 1  # fmt: skip
+
+
+def test_the_runs_can_be_made():
+    assert len(matrix()) == 45
+    assert [name for name in matrix() if name.endswith("seed1")] == [
+        f"{name}{depth}-seed1" for depth in (38, 50, 101) for name in ("conv", "gsa")
+    ]
+    for run in matrix().values():
+        assert run.recipe.seed in (0, 1)
+        assert bool(run.weights) == run.name.startswith("cifar100-")
+        if run.weights:
+            assert matrix()[run.weights].recipe.model == run.recipe.model
+    for name in ("conv38", "san-19", "gsa38-norm-qkv", "gsa38-reach-3"):
+        assert matrix()[name].flops > 4e8
+    gsa38 = matrix()["gsa38"]
+    assert gsa38.steps == 20 * (100_000 // 512)
+    assert gsa38.recipe.model_kwargs == {"stem": "7x7/2", "zero_init_last": False}
+
+
+def test_the_changed_modules_differ_in_what_they_say():
+    torch.manual_seed(0)
+    module, split = (kind(32, feat_size=6, stride=2) for kind in (studies.GlobalSelfAttention, studies.SplitGSA))
+    split.load_state_dict(module.state_dict())
+    x = torch.randn(2, 32, 6, 6)
+    torch.testing.assert_close(split(x), module(x))
+    softmax = studies.QuerySoftmaxGSA(32, feat_size=6)
+    torch.nn.init.zeros_(softmax.rel_row)  # no positional attention
+    assert softmax(x).abs().max() <= softmax.qkv(x)[:, 64:].abs().max() + 1e-5  # a convex combination of values
+    tables = studies.UnscaledTablesGSA(512, feat_size=64).rel_row
+    assert tables.std().item() == pytest.approx(64**-0.5, rel=0.05)
+    assert len(studies.NormQKVGSA(32, feat_size=6).norms) == 3
+
+
+def test_choosing():
+    assert [run.name for run in choose(["gsa38", "conv38"])] == ["conv38", "gsa38"]
+    assert len(choose(["cifar100-*"])) == 6
+    with pytest.raises(ValueError, match="unknown run 'gsa83': did you mean 'gsa38'"):
+        choose(["gsa83"])
+    with pytest.raises(ValueError, match="starts from the weights of gsa0, which is no run"):
+        read_matrix(SMALL.replace("weights: gsa", "weights: gsa0"))
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    found = read_matrix(SMALL)
+    monkeypatch.setattr(run_matrix, "matrix", lambda: found)
+    return found, Place(tmp_path / "work", tmp_path / "results", {"digits": "digits"})
+
+
+def test_runs_are_made_cut_continued_and_recorded(small, monkeypatch):
+    found, place = small
+    monkeypatch.setattr(run_matrix, "LEAST", float("-inf"))
+    said = []
+    # The time is up at once: the first run is cut, nothing else is begun.
+    assert run_experiments(list(found.values()), place, "abc", stop_after=0.0, say=said.append) == 0
+    assert 0 < place.steps_done(found["gsa"]) < found["gsa"].steps == 6
+    assert not place.run("choice").exists()
+    assert any("gsa: " in line and "at step" in line for line in said)
+    assert any("tuned" in line and "waits for gsa" in line for line in said)
+
+    assert run_experiments(list(found.values()), place, "abc", say=said.append) == 0
+    assert said[-1] == "Nothing is left: all of these runs have results."
+    runs = {run.run: run for run in read_results(place.results).runs}
+    assert sorted(runs) == ["choice", "gsa", "gsa-seed1", "tuned"]
+    gsa = runs["gsa"]
+    state = json.loads((place.run("gsa") / "last" / "checkpoint.json").read_text())["state"]
+    assert (gsa.top1, gsa.top5) == (state["evaluation"]["top1"], state["evaluation"]["top5"])
+    assert [(row["step"], row["epoch"]) for row in gsa.curve] == [(6, 6 / 22)]
+    assert (gsa.commit, gsa.command, gsa.length) == ("abc", "gsanet paper run gsa", "6 steps")
+    assert gsa.evaluated_on == "the 360 held-out images of digits"
+    assert gsa.settings["lr"] == 0.1
+    assert gsa.versions["torch"] == torch.__version__
+    assert gsa.images_per_second > 0
+    assert gsa.seconds > 0
+    assert runs["choice"].holdout == 0.1
+    assert runs["choice"].evaluated_on == "the 144 training images, held out, of digits"
+    assert runs["tuned"].weights == "gsa"
+    assert runs["tuned"].curve[0]["train_loss"] < gsa.curve[0]["train_loss"]
+    assert "/" not in json.dumps(gsa.settings["data"])  # no place of this machine
+
+    # What has results is not made again; the estimate knows how fast it was.
+    said.clear()
+    place.result("gsa-seed1").unlink()
+    (line, run) = plan_lines(found.values(), place)
+    assert "Left: 1 runs" in line
+    assert "at the speed of the finished runs" in line
+    assert run.startswith("  gsa-seed1: ")
+    run_experiments([found["gsa"]], place, "abc", say=said.append)
+    assert "done before" in said[0]
+
+
+def test_another_recipe_is_not_continued(small, monkeypatch):
+    found, place = small
+    monkeypatch.setattr(run_matrix, "LEAST", float("-inf"))
+    run_experiments([found["gsa"]], place, "abc", stop_after=0.0, say=lambda line: None)
+    other = read_matrix(SMALL.replace("steps: 6", "steps: 7"))
+    with pytest.raises(ValueError, match="was begun with another recipe than the matrix has now"):
+        run_experiments([other["gsa"]], place, "abc", say=lambda line: None)
+    place.result("gsa").parent.mkdir(parents=True)
+    place.result("gsa").write_text("{}")
+    assert "bring" in place.obstacle(found["tuned"])
+
+
+def test_any_finished_run_can_be_recorded(tiny_run, tmp_path, command):
+    said = command(
+        *("paper", "record", "--run", tiny_run, "--name", "try", "--recipe", "quickstart", "--commit", "abc"),
+        *("--results", tmp_path),
+    )
+    assert "of the 144 training images, held out, of digits" in said
+    (run,) = read_results(tmp_path).runs
+    assert run.run == "try"
+    assert (run.holdout, run.length, len(run.curve)) == (0.1, "3 steps", 1)
+    assert run.command.startswith("gsanet train --recipe quickstart --set ")
+    assert "--set steps=3" in run.command
+    assert "--set data.holdout=0.1" in run.command
+    state = json.loads((tiny_run / "last" / "checkpoint.json").read_text())
+    state["state"]["step"] = 2
+    (tiny_run / "last" / "checkpoint.json").write_text(json.dumps(state))
+    complaint = command("paper", "record", "--run", tiny_run, "--name", "try", "--recipe", "quickstart", code=2)
+    assert "is at step 2 of 3" in complaint
+
+
+@pytest.fixture
+def tiny_run(tmp_path):
+    values = {"model_kwargs.width": 0.125, "model_kwargs.depths": [1, 1], "steps": 3, "data.holdout": 0.1}
+    train(load_recipe("quickstart", values), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_mistakes(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments, words in (
+        ([], "say which runs"),
+        (["gsa83"], "did you mean 'gsa38'"),
+        (["gsa38", "--data", "imagenet=x"], "--data takes DATASET=PATH"),
+        (["gsa38", "--data", "tinyimagenet"], "--data takes DATASET=PATH"),
+    ):
+        assert words in command("paper", "run", *arguments, code=2)
+    assert "no folder data/tinyimagenet" in command("paper", "run", "gsa38", "--commit", "abc", code=2)
+    monkeypatch.setattr(run_matrix, "package_commit", lambda: None)
+    with pytest.raises(ValueError, match="say which, --commit HASH"):
+        run_command(["gsa38"])
+
+
+def test_the_command_needs_no_terminal_library():
+    script = """
+import sys
+sys.modules.update(typer=None, rich=None)
+from gsanet.paper.run_matrix import main
+sys.exit(main(["--list", "gsa38", "--results", "nowhere"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "gsa38: 2.00 M images of 1.80 GFLOPs, not begun" in done.stdout
