@@ -544,6 +544,30 @@ def explain(
         console.print(escape(line), soft_wrap=True, highlight=False)
 
 
+@app.command()
+def explore(
+    run: RunOption = None,
+    model: ModelOption = "",
+    weights: WeightsOption = None,
+    host: Annotated[
+        str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines reach it.")
+    ] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(help="Default: 7860, or the next that is free.", min=0, max=65535)] = None,
+    settings: Settings = None,
+) -> None:
+    """Open a page in the browser: click a pixel of a picture, and see where each branch and head attends."""
+    from gsanet.explore.server import check_installed, serve
+    from gsanet.predict import load_classifier
+
+    check_installed()
+    classifier = load_classifier(run, model, weights, _overrides(settings, {}))
+
+    def ready(address: str) -> None:
+        console.print(f"The explorer is at {address} (Ctrl+C ends it)", highlight=False, soft_wrap=True)
+
+    serve(classifier, host, port, ready)
+
+
 def _show_predictions(predictions: Sequence[Any]) -> list[Table | str]:
     """A table with bars for each image; of many, one table with a line for each."""
     if len(predictions) > FEW:

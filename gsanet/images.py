@@ -45,23 +45,28 @@ def find_images(sources: Sequence[str | Path]) -> list[str]:
     return found
 
 
-def read_image(source: str | Path) -> Picture:
+def read_image(source: str | Path, name: str = "") -> Picture:
     """Read an image from a file or an http(s) address.
 
     It is turned upright as its EXIF data say; transparency is laid on white; of 16 bits the upper eight are kept; of an
     animation it is the first frame. More than 100 megapixels are refused before they are decoded.
 
+    Args:
+        source: The file or the address.
+        name: What to call it in a complaint. Default: `source`.
+
     Raises:
         UnreadableImageError: With the reason.
     """
-    name = str(source)
-    content = _download(name) if _is_url(name) else None
-    if content is None and Path(name).is_dir():
+    address = str(source)
+    name = name or address
+    content = _download(address) if _is_url(address) else None
+    if content is None and Path(address).is_dir():
         raise UnreadableImageError(f"{name} is a folder")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the size is checked below
-            opened = Image.open(name if content is None else io.BytesIO(content))
+            opened = Image.open(address if content is None else io.BytesIO(content))
         with opened:
             width, height = opened.size
             if width * height > MAX_PIXELS:

@@ -2,7 +2,6 @@
 
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
-from numpy.typing import NDArray
 from PIL import Image
 
 from gsanet.explain.maps import Array
@@ -29,7 +28,7 @@ def limit_of(weights: Array) -> float:
     return float(np.abs(weights).max()) or 1.0
 
 
-def shade_of(image: Image.Image) -> NDArray[np.float32]:
+def shade_of(image: Image.Image) -> Array:
     """How much each pixel of an image darkens the colours over it, from 0 to 1."""
     strength = SHADE_OF_LARGE_PIXELS if has_large_pixels(image) else SHADE
     return strength * (1 - np.asarray(image.convert("L"), np.float32) / 255)
