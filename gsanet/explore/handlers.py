@@ -43,8 +43,8 @@ class Handlers:
             return _same(PICTURE)
         try:
             return self._start(self.explorer.open_file(file))
-        except UnreadableImageError as error:
-            _tell("This picture cannot be opened", f"{error}.")
+        except (UnreadableImageError, ValueError) as error:  # the latter where it is too narrow to show any pixel
+            _tell(f"{error}.")
             return [None, *_same(PICTURE[1:])]
 
     def pick_pixel(self, subject: Subject | None, choice: Choice | None, event: gr.EventData) -> list[Any]:
@@ -77,12 +77,12 @@ class Handlers:
 
     def _look(self, subject: Subject | None, choice: Choice | None, **picked: Any) -> list[Any]:
         if subject is None or choice is None:  # the page is older than the server
-            _tell("Nothing to look at", "The picture is no longer open: choose one again.")
+            _tell("The picture is no longer open: choose one again.")
             return _same(LOOK)
         try:
             return self._show(subject, replace(choice, **picked))
         except ValueError as error:
-            _tell("The network does not see that pixel", f"{error}.")
+            _tell(f"Click on the clear part: {error}.")
             return _same(LOOK)
 
     def _show(self, subject: Subject, choice: Choice) -> list[Any]:
@@ -109,9 +109,9 @@ def _same(outputs: tuple[str, ...]) -> list[Any]:
     return [gr.skip() for _ in outputs]
 
 
-def _tell(title: str, message: str) -> None:
+def _tell(message: str) -> None:
     """A message that goes away by itself; it is shown as HTML, and may hold the name of a file."""
-    gr.Warning(escape(message), MESSAGE_SECONDS, title=title)
+    gr.Warning(escape(message), MESSAGE_SECONDS)
 
 
 def _sent(event: gr.EventData) -> dict[str, Any]:

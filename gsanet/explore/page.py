@@ -138,13 +138,12 @@ def stages(study: Study, explanations: dict[Place, Explanation], choice: Choice)
 
 def legend() -> str:
     """How to read the maps."""
-    return (
-        "<div class='legend'>"
-        "<span><i class='box'></i>the pixel you clicked</span>"
-        f"<span><i class='bar' style='background:{heat.gradient(False)}'></i>all heads: takes nothing … takes most</span>"
-        f"<span><i class='bar' style='background:{heat.gradient(True)}'></i>one head: is subtracted … is added</span>"
-        "</div>"
+    scales = {False: "all heads: takes nothing … takes most", True: "one head: is subtracted … is added"}
+    bars = (
+        f"<span><i class='bar' style='background:{heat.gradient(signed)}'></i>{words}</span>"
+        for signed, words in scales.items()
     )
+    return f"<div class='legend'><span><i class='box'></i>the pixel you clicked</span>{''.join(bars)}</div>"
 
 
 def exactness(explanation: Explanation) -> str:

@@ -44,7 +44,8 @@ def serve(classifier: Classifier, host: str, port: int | None, ready: Callable[[
                 ready(f"http://{shown}:{listening.getsockname()[1]}")
 
         with contextlib.suppress(KeyboardInterrupt):  # the way to end it
-            Server(uvicorn.Config(app, log_level="warning")).run([listening])
+            # Open pages hold on to their connections: they are not waited for.
+            Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)).run([listening])
 
 
 def check_installed() -> None:
@@ -68,11 +69,14 @@ def make_app(classifier: Classifier) -> Any:
         font=[system, gr.themes.Font("sans-serif")],
         font_mono=[mono, gr.themes.Font("monospace")],
     ).set(body_text_color_subdued="*neutral_500")
+    page = build_page(Explorer(classifier))
+    # As Gradio's launch() does. Without it, whoever reaches the page may name any file of this machine as an upload.
+    page.has_launched = True
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(_Headers)
     return gr.mount_gradio_app(
         app,
-        build_page(Explorer(classifier)),
+        page,
         "",
         theme=theme,
         css=CSS,

@@ -1,6 +1,7 @@
 """What the explorer knows: the picture at hand, what the network makes of it, and the maps of one of its pixels."""
 
 import hashlib
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -43,9 +44,9 @@ class Subject:
 
     @property
     def middle(self) -> tuple[int, int]:
-        """The pixel (X, Y) in the middle."""
-        height, width = self.view.size
-        return width // 2, height // 2
+        """The pixel (X, Y) in the middle of what is seen."""
+        left, top, right, bottom = self.view.box
+        return math.ceil((left + right) / 2) - 1, math.ceil((top + bottom) / 2) - 1
 
 
 @dataclass(frozen=True)
