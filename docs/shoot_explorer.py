@@ -70,10 +70,11 @@ def press_tile(page: "Page", selector: str) -> None:
 
 
 def save_small(shot: bytes, file: Path) -> None:
-    """Write a picture with as many colours as fit into `LARGEST` bytes."""
+    """Write a picture with as many levels of each colour as fit into `LARGEST` bytes."""
     image = Image.open(io.BytesIO(shot)).convert("RGB")
-    for colours in (256, 128, 64):
-        image.quantize(colours).save(file, optimize=True)
+    for levels in (256, 128, 64, 32):
+        table = [round(round(value * (levels - 1) / 255) * 255 / (levels - 1)) for value in range(256)]
+        image.point(table * 3).save(file, optimize=True)
         if file.stat().st_size <= LARGEST:
             return
     raise ValueError(f"{file} has {file.stat().st_size:,} bytes, more than {LARGEST:,}")

@@ -1,6 +1,7 @@
 """The command `gsanet`: parse, call, print."""
 
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -451,7 +452,7 @@ def demo(out: Annotated[Path, typer.Option(help="Where the two runs go.")] = Pat
     console.print(f"Curves: {pair.curves}", soft_wrap=True)
     run = out / pair.rows[0].model
     console.print("To see what it has learned, on scans that it was not trained on:", highlight=False)
-    for command in ("predict {scans}", "explain {scans}/3.png --at 4,3 --stage 2"):
+    for command in ("predict {scans}", "explain {scans}/3.png --at 4,3 --stage 2", "explore"):
         line = f"  gsanet {command.format(scans=pair.scans)} --run {run}"
         console.print(escape(line), soft_wrap=True, highlight=False)
 
@@ -561,6 +562,8 @@ def explore(
 
     check_installed()
     classifier = load_classifier(run, model, weights, _overrides(settings, {}))
+    # So that what was uploaded is removed then, too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
     def ready(address: str) -> None:
         console.print(f"The explorer is at {address} (Ctrl+C ends it)", highlight=False, soft_wrap=True)

@@ -14,6 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 EXTENSIONS = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 MAX_PIXELS = 100_000_000
+MAX_RATIO = 1000  # of the sides: resized to cover a network's input, a longer strip would fill the memory
 MAX_DOWNLOAD = 200_000_000  # bytes
 TIMEOUT = 20  # seconds without a byte
 
@@ -49,7 +50,8 @@ def read_image(source: str | Path, name: str = "") -> Picture:
     """Read an image from a file or an http(s) address.
 
     It is turned upright as its EXIF data say; transparency is laid on white; of 16 bits the upper eight are kept; of an
-    animation it is the first frame. More than 100 megapixels are refused before they are decoded.
+    animation it is the first frame. More than 100 megapixels are refused before they are decoded, and so are strips over
+    a thousand times as long as wide.
 
     Args:
         source: The file or the address.
@@ -71,6 +73,10 @@ def read_image(source: str | Path, name: str = "") -> Picture:
             width, height = opened.size
             if width * height > MAX_PIXELS:
                 raise UnreadableImageError(f"{name} has {width}x{height} pixels: more than 100 megapixels are refused")
+            if max(width, height) > MAX_RATIO * min(width, height):
+                raise UnreadableImageError(
+                    f"{name} has {width}x{height} pixels: one side is over {MAX_RATIO} times the other"
+                )
             frames = getattr(opened, "n_frames", 1)
             note = f"the first of {frames} frames" if frames > 1 else ""
             return Picture(_to_rgb(ImageOps.exif_transpose(opened), name, opened.format == "PNG"), note)

@@ -43,7 +43,7 @@ class Handlers:
             return _same(PICTURE)
         try:
             return self._start(self.explorer.open_file(file))
-        except (UnreadableImageError, ValueError) as error:  # the latter where it is too narrow to show any pixel
+        except UnreadableImageError as error:
             _tell(f"{error}.")
             return [None, *_same(PICTURE[1:])]
 

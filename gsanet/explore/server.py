@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import importlib.util
+import logging
 import os
 import socket
 import tempfile
@@ -42,6 +43,10 @@ def serve(classifier: Classifier, host: str, port: int | None, ready: Callable[[
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
                 ready(f"http://{shown}:{listening.getsockname()[1]}")
+
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # pages that are cut off are no error
+                await super().shutdown(sockets)
 
         with contextlib.suppress(KeyboardInterrupt):  # the way to end it
             # Open pages hold on to their connections: they are not waited for.

@@ -15,7 +15,7 @@ from torch import Tensor
 from gsanet.explain.image import choose_module, gsa_places
 from gsanet.explain.maps import Array, Explanation, Reading, gsa_modules, map_pixel, read_module, recorded_inputs
 from gsanet.explore.samples import sample_pictures
-from gsanet.images import Picture, read_image
+from gsanet.images import Picture, UnreadableImageError, read_image
 from gsanet.predict import Classifier, Guess, View
 
 Place = tuple[int, int]  # stage and block, both counted from 1
@@ -156,7 +156,13 @@ class Explorer:
             displayed = picture.image.copy()
             displayed.thumbnail((DISPLAYED, DISPLAYED))
             transform = self.classifier.transform
-            return Subject(name, picture.note, displayed, transform.view(picture.image), transform(picture.image))
+            view, seen = transform.view(picture.image), transform(picture.image)
+        subject = Subject(name, picture.note, displayed, view, seen)
+        try:
+            view.locate(*subject.middle)
+        except ValueError:  # one pixel wide, and cut between two pixels
+            raise UnreadableImageError(f"{name} is too narrow to click in") from None
+        return subject
 
     def first_choice(self, subject: Subject) -> Choice:
         """What is looked at first."""

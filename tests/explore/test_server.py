@@ -3,10 +3,12 @@
 import importlib.util
 import re
 import socket
+from pathlib import Path
 
 import httpx
 import pytest
 from gradio_client import Client, handle_file
+from PIL import Image
 from starlette.testclient import TestClient
 
 from gsanet.explore.server import make_app
@@ -110,3 +112,9 @@ def test_mistakes_are_one_line(gsanet, digits_run, tmp_path, monkeypatch):
     )
     code, _, complaint = gsanet("explore", *run)
     assert (code, "the explorer needs gradio: pip install 'gsanet[explore]'" in complaint) == (2, True)
+
+
+def test_the_picture_is_there_and_small():
+    picture = Path(__file__).parents[2] / "docs" / "explorer.png"
+    assert Image.open(picture).width == 1280
+    assert picture.stat().st_size <= 400_000

@@ -122,13 +122,19 @@ def test_pictures_of_all_kinds(explorer, uploads):
     assert explorer.open_file(uploads / "deep.png").displayed.getpixel((0, 0)) == (156,) * 3
 
 
-@pytest.mark.parametrize("size", [(1, 1), (3000, 2), (1, 500)])
+@pytest.mark.parametrize("size", [(1, 1), (1800, 2), (1, 500)])
 def test_odd_shapes(explorer, tmp_path, size):
     Image.new("RGB", size, "red").save(tmp_path / "odd.png")
     subject = explorer.open_file(tmp_path / "odd.png")
     assert max(subject.displayed.size) <= 720
     found = explorer.study(subject).explain(subject.middle)
     assert all(explanation.error < 1e-10 for explanation in found.values())
+
+
+def test_a_picture_with_no_pixel_to_click(photographs, tmp_path):
+    Image.new("RGB", (1, 500)).save(tmp_path / "narrow.png")  # seen: seven eighths of a pixel, between two
+    with pytest.raises(UnreadableImageError, match=r"narrow\.png is too narrow to click in"):
+        photographs.open_file(tmp_path / "narrow.png")
 
 
 def test_samples_fit_the_network(explorer, photographs):
