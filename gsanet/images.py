@@ -50,8 +50,8 @@ def read_image(source: str | Path, name: str = "") -> Picture:
     """Read an image from a file or an http(s) address.
 
     It is turned upright as its EXIF data say; transparency is laid on white; of 16 bits the upper eight are kept; of an
-    animation it is the first frame. More than 100 megapixels are refused before they are decoded, and so are strips over
-    a thousand times as long as wide.
+    animation it is the first frame. More than 100 megapixels are refused before they are decoded, and so are strips
+    over a thousand times as long as wide.
 
     Args:
         source: The file or the address.

@@ -52,7 +52,7 @@ def photograph(subject: Subject, at: tuple[int, int]) -> str:
     kind = "photograph pixels" if has_large_pixels(subject.displayed) else "photograph"
     note = f" · {escape(subject.note)}" if subject.note else ""
     return (
-        f"<div class='{kind}' data-width='{width}' data-height='{height}' style='aspect-ratio:{width}/{height}'>"
+        f"<div class='{kind}' data-width='{width}' data-height='{height}' style='--ratio:{width / height:.6f}'>"
         f"<img src='{heat.picture(subject)}' alt='{escape(subject.name)}' draggable='false' decoding='sync'>"
         f"<i class='seen' style='{seen}'></i><i class='cross' style='left:{x:.3%};top:{y:.3%}'></i></div>"
         f"<p class='faint'>{escape(subject.name)}{note} · {width}x{height} · pixel {at[0]}, {at[1]}</p>"

@@ -21,6 +21,7 @@ def uploads(tmp_path_factory):
     photograph.convert("RGB").save(folder / "plain.png")
     photograph.convert("CMYK").save(folder / "print.jpg")
     Image.fromarray(np.full((40, 60), 40_000, np.uint16)).save(folder / "deep.png")
+    photograph.resize((20, 80)).save(folder / "tall.png")
     Image.new("RGBA", (60, 40), (200, 0, 0, 0)).save(folder / "clear.png")
     photograph.save(folder / "moving.gif", save_all=True, append_images=[Image.new("L", (60, 40))])
     Image.new("1", (10_001, 10_000)).save(folder / "bad-huge.png")

@@ -89,9 +89,11 @@ def test_stages_heads_and_branches_are_chosen(page):
 def test_pictures_are_opened(page, uploads):
     page.locator("#samples [data-sample='7']").click()
     page.locator(".photograph img[alt='7']").wait_for()
-    for name in ("plain.png", "moving.gif", "clear.png"):
+    for name, ratio in {"tall.png": 20 / 80, "moving.gif": 60 / 40, "clear.png": 60 / 40}.items():
         page.set_input_files("#file input[type=file]", uploads / name)
         page.locator(f".photograph img[alt='{name}']").wait_for()
+        box = page.locator(".photograph").bounding_box()
+        assert box["width"] / box["height"] == pytest.approx(ratio, rel=0.02)
     click_picture(page, 30.5 / 60, 36.5 / 40)
     wait_for_pixel(page, "30, 36")
 

@@ -20,12 +20,11 @@ def client(address):
 
 
 def test_it_answers_and_lives_on(client, uploads):
-    picture, prediction, *_ = _texts(client.predict(api_name="/open_first"))
-    assert "pixel 3, 3" in picture + prediction
+    assert any("pixel 3, 3" in text for text in _texts(client.predict(api_name="/open_first")))
     for file in sorted(uploads.iterdir()):
         found = _texts(client.predict(handle_file(file), api_name="/open_file"))
         assert any(file.name in text for text in found) == (not file.name.startswith("bad")), file.name
-    assert any("seven" in text or "sees" in text for text in _texts(client.predict(api_name="/open_first")))
+    assert any("pixel 3, 3" in text for text in _texts(client.predict(api_name="/open_first")))
 
 
 def _texts(answers):
@@ -73,9 +72,10 @@ def test_nothing_leaves_the_machine(explorer, monkeypatch):
     assert "Where does a pixel look?" in answer.text
     wanted = re.findall(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)\s*=\s*[\"']?(https?:[^\"' >]+)", answer.text)
     assert [url for url in wanted if not url.startswith("http://testserver")] == []
-    assert '"enable_analytics":true' not in answer.text.replace(" ", "")
+    assert '"analytics_enabled":false' in answer.text
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of pandas, in Gradio
 def test_a_click_is_answered_within_a_second():
     import explorer as benchmark
 
