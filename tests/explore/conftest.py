@@ -2,8 +2,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-pytest.importorskip("gradio", reason="the explorer needs Gradio: pip install 'gsanet[explore]'")
-
 
 @pytest.fixture(scope="session")
 def explorer(digits_run):
