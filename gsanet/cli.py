@@ -1,6 +1,7 @@
 """The command `gsanet`: parse, call, print."""
 
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -582,7 +583,7 @@ def demo(out: Annotated[Path, typer.Option(help="Where the two runs go.")] = Pat
     console.print(f"Curves: {pair.curves}", soft_wrap=True)
     run = out / pair.rows[0].model
     console.print("To see what it has learned, on scans that it was not trained on:", highlight=False)
-    for command in ("predict {scans}", "explain {scans}/3.png --at 4,3 --stage 2"):
+    for command in ("predict {scans}", "explain {scans}/3.png --at 4,3 --stage 2", "explore"):
         line = f"  gsanet {command.format(scans=pair.scans)} --run {run}"
         console.print(escape(line), soft_wrap=True, highlight=False)
 
@@ -675,6 +676,32 @@ def explain(
         f"Numbers: {npz}",
     ):
         console.print(escape(line), soft_wrap=True, highlight=False)
+
+
+@app.command()
+def explore(
+    run: RunOption = None,
+    model: ModelOption = "",
+    weights: WeightsOption = None,
+    host: Annotated[
+        str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines reach it.")
+    ] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(help="Default: 7860, or the next that is free.", min=0, max=65535)] = None,
+    settings: Settings = None,
+) -> None:
+    """Open a page in the browser: click a pixel of a picture, and see where each branch and head attends."""
+    from gsanet.explore.server import check_installed, serve
+    from gsanet.predict import load_classifier
+
+    check_installed()
+    classifier = load_classifier(run, model, weights, _overrides(settings, {}))
+    # So that what was uploaded is removed then, too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+    def ready(address: str) -> None:
+        console.print(f"The explorer is at {address} (Ctrl+C ends it)", highlight=False, soft_wrap=True)
+
+    serve(classifier, host, port, ready)
 
 
 def _show_predictions(predictions: Sequence[Any]) -> list[Table | str]:

@@ -14,6 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 EXTENSIONS = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 MAX_PIXELS = 100_000_000
+MAX_RATIO = 1000  # of the sides: resized to cover a network's input, a longer strip would fill the memory
 MAX_DOWNLOAD = 200_000_000  # bytes
 TIMEOUT = 20  # seconds without a byte
 
@@ -45,27 +46,37 @@ def find_images(sources: Sequence[str | Path]) -> list[str]:
     return found
 
 
-def read_image(source: str | Path) -> Picture:
+def read_image(source: str | Path, name: str = "") -> Picture:
     """Read an image from a file or an http(s) address.
 
     It is turned upright as its EXIF data say; transparency is laid on white; of 16 bits the upper eight are kept; of an
-    animation it is the first frame. More than 100 megapixels are refused before they are decoded.
+    animation it is the first frame. More than 100 megapixels are refused before they are decoded, and so are strips
+    over a thousand times as long as wide.
+
+    Args:
+        source: The file or the address.
+        name: What to call it in a complaint. Default: `source`.
 
     Raises:
         UnreadableImageError: With the reason.
     """
-    name = str(source)
-    content = _download(name) if _is_url(name) else None
-    if content is None and Path(name).is_dir():
+    address = str(source)
+    name = name or address
+    content = _download(address) if _is_url(address) else None
+    if content is None and Path(address).is_dir():
         raise UnreadableImageError(f"{name} is a folder")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the size is checked below
-            opened = Image.open(name if content is None else io.BytesIO(content))
+            opened = Image.open(address if content is None else io.BytesIO(content))
         with opened:
             width, height = opened.size
             if width * height > MAX_PIXELS:
                 raise UnreadableImageError(f"{name} has {width}x{height} pixels: more than 100 megapixels are refused")
+            if max(width, height) > MAX_RATIO * min(width, height):
+                raise UnreadableImageError(
+                    f"{name} has {width}x{height} pixels: one side is over {MAX_RATIO} times the other"
+                )
             frames = getattr(opened, "n_frames", 1)
             note = f"the first of {frames} frames" if frames > 1 else ""
             return Picture(_to_rgb(ImageOps.exif_transpose(opened), name, opened.format == "PNG"), note)

@@ -83,12 +83,14 @@ def test_the_first_frame_of_an_animation(tmp_path):
 def test_what_is_refused(tmp_path):
     Image.new("1", (10_001, 10_000)).save(tmp_path / "huge.png")
     Image.new("1", (20_000, 10_000)).save(tmp_path / "bomb.png")
+    Image.new("1", (1, 1_000_000)).save(tmp_path / "strip.png")
     (tmp_path / "text.jpg").write_text("no image")
     Image.effect_noise((64, 64), 50).save(tmp_path / "cut.jpg")
     (tmp_path / "cut.jpg").write_bytes((tmp_path / "cut.jpg").read_bytes()[:700])
     for name, reason in {
         "huge.png": "more than 100 megapixels are refused",
         "bomb.png": "more than 100 megapixels are refused",
+        "strip.png": "has 1x1000000 pixels: one side is over 1000 times the other",
         "text.jpg": "is not an image of a known kind",
         "cut.jpg": "cannot be read",
         "none.jpg": "there is no file",

@@ -1,14 +1,16 @@
 """Pictures of attention: exact weights from a GSA module's own tensors, and how they lie on the image."""
 
 from gsanet.explain.image import ImageExplanation, choose_module, explain_image
-from gsanet.explain.maps import Explanation, explain, explain_module, gsa_modules
+from gsanet.explain.maps import Explanation, Reading, explain, explain_module, gsa_modules, read_module
 
 __all__ = [
     "Explanation",
     "ImageExplanation",
+    "Reading",
     "choose_module",
     "explain",
     "explain_image",
     "explain_module",
     "gsa_modules",
+    "read_module",
 ]

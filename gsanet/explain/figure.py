@@ -6,25 +6,29 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
+from gsanet.explain.colours import (
+    FAINT,
+    INK,
+    MARK,
+    SIGNED,
+    SIZES,
+    has_large_pixels,
+    limit_of,
+    merge_heads,
+    shade_of,
+)
 from gsanet.explain.image import ImageExplanation, place_of
 from gsanet.explain.maps import Array
 
-INK, FAINT, MARK = "#1f2430", "#8a90a0", "#00b894"
-# Blue takes away, red adds, white is zero.
-SIGNED = LinearSegmentedColormap.from_list("signed", ["#12408f", "#4f8be0", "#ffffff", "#ee6a50", "#9c1022"])
-SIZES = LinearSegmentedColormap.from_list("sizes", ["#ffffff", "#cdb8ee", "#9063d6", "#5519a8"])
 HEADS = "#3366cc", "#dd8800", "#109618", "#aa2266", "#0099c6", "#885522", "#66aa00", "#6633aa"
 STYLES = "-", "--", ":"  # of the heads after the eighth, and after the sixteenth
 SMALL_PER_LINE = 8
-# How much a black pixel of the image darkens the colours over it: shapes are seen, and colours still read. Pixels as
-# large as the map's need less.
-SHADE, SHADE_OF_LARGE_PIXELS = 0.32, 0.16
 
 
 def draw(found: ImageExplanation, file: Path, head: int | None = None) -> None:
@@ -88,25 +92,17 @@ def _draw_maps(part: Any, found: ImageExplanation, chosen: list[int]) -> None:
     shown = [("content", content), ("position, column times row", positional)]
     if content is not None and positional is not None:
         shown.append(("content + position", explanation.total))
-    panels = [(title, _merge(weights, chosen)) for title, weights in shown if weights is not None]
+    panels = [(title, merge_heads(weights, chosen)) for title, weights in shown if weights is not None]
     axes = part.subplots(1, 1 + len(panels))
     _draw_image(axes[0], found)
     signed = len(chosen) == 1
     for axis, (title, weights) in zip(axes[1:], panels, strict=True):
-        scale = _overlay(axis, found, weights, signed, _limit(weights))
+        scale = _overlay(axis, found, weights, signed, limit_of(weights))
         axis.set_title(title, fontsize=11, color=INK)
         bar = part.colorbar(scale, ax=axis, shrink=0.9, aspect=24, pad=0.02)
         bar.ax.tick_params(labelsize=8, colors=FAINT)
         bar.outline.set_visible(False)
         bar.set_label("weight" if signed else "sum of |weight| over heads", fontsize=8, color=FAINT)
-
-
-def _merge(weights: Array, chosen: list[int]) -> Array:
-    return weights[chosen[0]] if len(chosen) == 1 else np.abs(weights[chosen]).sum(0)
-
-
-def _limit(weights: Array) -> float:
-    return float(np.abs(weights).max()) or 1.0
 
 
 def _draw_image(axis: Any, found: ImageExplanation) -> None:
@@ -137,8 +133,7 @@ def _overlay(axis: Any, found: ImageExplanation, weights: Array, signed: bool, l
     scale = ScalarMappable(Normalize(-limit if signed else 0.0, limit), SIGNED if signed else SIZES)
     axis.imshow(weights, extent=(left, right, bottom, top), cmap=scale.cmap, norm=scale.norm, interpolation="nearest")
     shade = np.zeros((height, width, 4), np.float32)
-    strength = SHADE_OF_LARGE_PIXELS if _has_large_pixels(found) else SHADE
-    shade[..., 3] = strength * (1 - np.asarray(found.image.convert("L"), np.float32) / 255)
+    shade[..., 3] = shade_of(found.image)
     axis.imshow(shade, extent=(0, width, height, 0), interpolation=_interpolation(found))
     _mark(axis, found)
     axis.set(xlim=(left, right), ylim=(bottom, top))
@@ -147,12 +142,7 @@ def _overlay(axis: Any, found: ImageExplanation, weights: Array, signed: bool, l
 
 
 def _interpolation(found: ImageExplanation) -> str:
-    return "nearest" if _has_large_pixels(found) else "antialiased"
-
-
-def _has_large_pixels(found: ImageExplanation) -> bool:
-    """Whether the image is so small that its pixels are seen one by one."""
-    return max(found.image.size) < 100
+    return "nearest" if has_large_pixels(found.image) else "antialiased"
 
 
 def _cell(found: ImageExplanation) -> tuple[float, float, float, float]:
@@ -216,7 +206,7 @@ def _draw_heads(part: Any, found: ImageExplanation, small: list[tuple[str, Array
             line, column = divmod(head, columns)
             axis = axes[kind * lines + line, column]
             axis.set_visible(True)
-            scale = _overlay(axis, found, weights[head], True, _limit(weights))
+            scale = _overlay(axis, found, weights[head], True, limit_of(weights))
             if kind == 0 or lines > 1:
                 axis.set_title(f"head {head + 1}", fontsize=9, color=INK)
             if column == 0:

@@ -61,7 +61,7 @@ def explain_image(
 
 def choose_module(model: nn.Module, network: str, stage: int | None = None, block: int | None = None) -> str:
     """The name of the GSA module in a block of a network; see `explain_image` for the defaults."""
-    places = _places(model)
+    places = gsa_places(model)
     if not places:
         works = ", ".join(name for name in list_models("gsa_*"))
         raise ValueError(f"{network} has no GSA modules to explain; these networks have: {works}")
@@ -76,19 +76,19 @@ def choose_module(model: nn.Module, network: str, stage: int | None = None, bloc
     return places[stage, blocks[-1] if block is None else block]
 
 
-def place_of(module: str) -> str:
-    """A module's stage and block in words."""
-    found = re.search(r"stages\.(\d+)\.(\d+)\.", module)
-    return f"stage {int(found[1]) + 1}, block {int(found[2]) + 1}" if found else module
-
-
-def _places(model: nn.Module) -> dict[tuple[int, int], str]:
-    """The GSA modules by stage and block, both counted from 1."""
+def gsa_places(model: nn.Module) -> dict[tuple[int, int], str]:
+    """The names of the GSA modules by stage and block, both counted from 1, in the order of the network."""
     places = {}
     for name in gsa_modules(model):
         if found := re.match(r"stages\.(\d+)\.(\d+)\.", name):
             places[int(found[1]) + 1, int(found[2]) + 1] = name
     return places
+
+
+def place_of(module: str) -> str:
+    """A module's stage and block in words."""
+    found = re.search(r"stages\.(\d+)\.(\d+)\.", module)
+    return f"stage {int(found[1]) + 1}, block {int(found[2]) + 1}" if found else module
 
 
 def _listed(numbers: list[int]) -> str:

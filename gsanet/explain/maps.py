@@ -7,12 +7,15 @@ to, k and v channels. docs/explain.md has the equations.
 """
 
 import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gsanet.functional.lean import fit_table
 from gsanet.layers import GlobalSelfAttention
@@ -138,7 +141,6 @@ def map_pixel(at: tuple[float, float], size: tuple[int, int], map_size: tuple[in
     return int(down * map_size[0] / size[0]), int(along * map_size[1] / size[1])
 
 
-@torch.no_grad()
 def explain_module(
     module: GlobalSelfAttention,
     x: Tensor,
@@ -156,18 +158,70 @@ def explain_module(
         name: What to call the module.
         dtype: In which the weights are computed.
     """
+    return read_module(module, x, name, dtype).at(pixel)
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What a GSA module makes of one image, from which the weights of any of its pixels are quickly read.
+
+    Attributes:
+        module: The module's name in its network.
+        q: (x, y, head, k).
+        k_hat: k after its softmax over all pixels, (x, y, head, k); None without content attention.
+        rel_column: R of each offset from -(height - 1) to height - 1, (2 * height - 1, k), zero out of reach; None
+            without the column layer.
+        rel_row: The same along the row.
+        values: As `Explanation.values`; so are `scale` and `shift`.
+        scale: See `values`.
+        shift: See `values`.
+        output: The module's own output before it pools, (x, y, head, v).
+    """
+
+    module: str
+    q: Tensor
+    k_hat: Tensor | None
+    rel_column: Tensor | None
+    rel_row: Tensor | None
+    values: Array
+    scale: Array
+    shift: Array
+    output: Array
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the module's map."""
+        return self.q.shape[0], self.q.shape[1]
+
+    def at(self, pixel: tuple[int, int]) -> Explanation:
+        """The weights of the pixel (x, y), down and along."""
+        (height, width), (x, y) = self.size, pixel
+        if not (0 <= x < height and 0 <= y < width):
+            raise ValueError(f"pixel must lie on the map of {height}x{width}, got {pixel}")
+        query = self.q[x, y]  # head, k
+        content = column = row = None
+        if self.k_hat is not None:
+            content = _array(torch.einsum("nk,ijnk->nij", query, self.k_hat))
+        if self.rel_column is not None:
+            column = _array(torch.einsum("jnk,ik->nji", self.q[x], _offsets(self.rel_column, height, x)))
+        if self.rel_row is not None:
+            row = _array(torch.einsum("nk,jk->nj", query, _offsets(self.rel_row, width, y)))
+        found = content, column, row, self.scale, self.shift, self.output[x, y]
+        return Explanation(self.module, pixel, self.size, self.values, *found)
+
+
+@torch.no_grad()
+def read_module(module: GlobalSelfAttention, x: Tensor, name: str = "", dtype: torch.dtype = torch.float64) -> Reading:
+    """Do once for an image what all pixels of a module share; see `explain_module` for the arguments."""
     if x.dim() != 4 or x.shape[0] != 1:
         raise ValueError(f"x must be the map of one image, (1, {module.dim}, height, width), got {tuple(x.shape)}")
     height, width = x.shape[2:]
-    row_index, column_index = pixel
-    if not (0 <= row_index < height and 0 <= column_index < width):
-        raise ValueError(f"pixel must lie on the map of {height}x{width}, got {pixel}")
-    own = copy.deepcopy(module).to(dtype).eval()
+    own = copy.deepcopy(module).to(dtype).eval().requires_grad_(False)
     own.stride = 1  # the weights are those of a pixel before pooling
     x = x.to(dtype)
     heads = own.num_heads
-    scale, shift = (values.view(heads, -1) for values in _scale_and_shift(own, x))
-    output = own(x)[0, :, row_index, column_index].view(heads, -1)
+    scale, shift = (_array(values.view(heads, -1)) for values in _scale_and_shift(own, x))
+    output = own(x)[0].permute(1, 2, 0).unflatten(-1, (heads, -1))
 
     keys = own.dim_key if own.content else 0
     projected = torch.einsum("chw,dc->hwd", x[0], own.qkv.weight.flatten(1))
@@ -175,33 +229,22 @@ def explain_module(
         part.unflatten(-1, (heads, part.shape[-1] // heads))  # x, y, head, channel
         for part in projected.split((own.dim_key, keys, own.dim_out), dim=-1)
     )
-    query = q[row_index, column_index]  # head, k
-    content = column = row = None
-    if own.content:
-        k_hat = k.flatten(0, 1).softmax(0).view_as(k)
-        content = torch.einsum("nk,ijnk->nij", query, k_hat)
-    if own.rel_column is not None:
-        embeddings = _embeddings(own.rel_column, height, row_index, own.reach)
-        column = torch.einsum("jnk,ik->nji", q[row_index], embeddings)
-    if own.rel_row is not None:
-        row = torch.einsum("nk,jk->nj", query, _embeddings(own.rel_row, width, column_index, own.reach))
-    return Explanation(
+    return Reading(
         name,
-        (row_index, column_index),
-        (height, width),
+        q.contiguous(),  # not a part of `projected`, which would be kept with it
+        k.flatten(0, 1).softmax(0).view_as(k) if own.content else None,
+        None if own.rel_column is None else fit_table(own.rel_column, height, own.reach),
+        None if own.rel_row is None else fit_table(own.rel_row, width, own.reach),
         _array(v.permute(2, 0, 1, 3)),
-        None if content is None else _array(content),
-        None if column is None else _array(column),
-        None if row is None else _array(row),
-        _array(scale),
-        _array(shift),
+        scale,
+        shift,
         _array(output),
     )
 
 
-def _embeddings(table: Tensor, length: int, position: int, reach: int | None) -> Tensor:
-    """R[i - position] for each i of a line, (length, k); zero out of reach."""
-    return fit_table(table, length, reach)[length - 1 - position : 2 * length - 1 - position]
+def _offsets(table: Tensor, length: int, position: int) -> Tensor:
+    """R[i - position] for each i of a line, (length, k), from the embeddings of all its offsets."""
+    return table[length - 1 - position : 2 * length - 1 - position]
 
 
 def _scale_and_shift(module: GlobalSelfAttention, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,20 +269,33 @@ def _scale_and_shift(module: GlobalSelfAttention, x: Tensor) -> tuple[Tensor, Te
     return scale, shift
 
 
+@contextmanager
+def recorded_inputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """What enters each of these modules while the network runs, by name."""
+    seen: dict[str, Tensor] = {}
+
+    def record(name: str, module: nn.Module) -> RemovableHandle:
+        return module.register_forward_pre_hook(lambda _, inputs: seen.update({name: inputs[0].detach().clone()}))
+
+    hooks = [record(name, module) for name, module in modules.items()]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _input_of(model: nn.Module, module: nn.Module, image: Tensor) -> Tensor:
     """What enters a module when the network sees an image."""
-    seen: list[Tensor] = []
-    hook = module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().clone()))
     modes = {each: each.training for each in model.modules()}
     try:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), recorded_inputs({"": module}) as seen:
             model(image)
     finally:
-        hook.remove()
         for each, training in modes.items():
             each.training = training
-    return seen[0]
+    return seen[""]
 
 
 def _array(tensor: Tensor) -> Array:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 from gsanet.models import count_flops, count_parameters
 from gsanet.train.data.shards import Shards
@@ -65,9 +66,17 @@ def train_pair(out: Path) -> Pair:
 def save_scans(folder: Path) -> Path:
     """Save the first held-out scan of each digit as an image, `0.png` to `9.png`."""
     folder.mkdir(parents=True, exist_ok=True)
+    for digit, image in first_scans().items():
+        image.save(folder / f"{digit}.png")
+    return folder
+
+
+def first_scans() -> dict[int, Image.Image]:
+    """The first held-out scan of each digit."""
     held_out = open_digits(train=False).val
     assert not isinstance(held_out, Shards)
-    for index in reversed(range(len(held_out))):  # so that the first of each digit is the one that stays
-        image, label = held_out.open(index)
-        image.save(folder / f"{label}.png")
-    return folder
+    found: dict[int, Image.Image] = {}
+    for index in range(len(held_out)):
+        image, digit = held_out.open(index)
+        found.setdefault(digit, image)
+    return found
