@@ -41,7 +41,7 @@ def chain(ax: Axes, y: float, color: str, *parts: tuple[int, int, str] | str) ->
         if isinstance(part, str):
             x = sign(ax, x, y, part)
         else:
-            x = matrix(ax, x, y, *part, color if part[2] in ("scores", "context") else INK)
+            x = matrix(ax, x, y, *part, color if part[2] in ("scores", "$C$") else INK)
 
 
 def draw_products(ax: Axes) -> None:
@@ -51,10 +51,12 @@ def draw_products(ax: Axes) -> None:
     n, c = PIXELS, CHANNELS
     ax.text(0, 412, "All pairs first: a score for every pair of pixels", size=10.5, color=INK)
     scores = (n, n, "scores")
-    chain(ax, 265, GREY, (n, c, "$Q$"), TIMES, (c, n, "$K^\\top$"), "=", scores, TIMES, (n, c, "$V$"), "=", (n, c, "$Y$"))
-    ax.text(0, 98, "Keys and values first: a context of 32x32, whatever the map", size=10.5, color=CONTENT)
-    first = ((c, n, "$\\rho(K)^\\top$"), TIMES, (n, c, "$V$"), "=", (c, c, "context"))
-    then = ((n, c, "$Q$"), TIMES, (c, c, "context"), "=", (n, c, "$Y$"))
+    chain(
+        ax, 265, GREY, (n, c, "$Q$"), TIMES, (c, n, "$K^\\top$"), "=", scores, TIMES, (n, c, "$V$"), "=", (n, c, "$Y$")
+    )
+    ax.text(0, 98, "Keys and values first: a context $C$ of 32x32, whatever the map", size=10.5, color=CONTENT)
+    first = ((c, n, "$\\rho(K)^\\top$"), TIMES, (n, c, "$V$"), "=", (c, c, "$C$"))
+    then = ((n, c, "$Q$"), TIMES, (c, c, "$C$"), "=", (n, c, "$Y$"))
     chain(ax, -45, CONTENT, *first, ",", *then)
     ax.set(xlim=(-5, 615), ylim=(-150, 440), aspect="equal")
     ax.axis("off")
@@ -80,7 +82,7 @@ def draw_counts(ax: Axes) -> None:
 
 
 def draw() -> plt.Figure:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12.4, 5.4), layout="constrained", width_ratios=(1.12, 1))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.1), layout="constrained", width_ratios=(1.2, 1))
     draw_products(left)
     draw_counts(right)
     return figure

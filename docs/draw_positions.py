@@ -3,6 +3,8 @@
 python docs/draw_positions.py [FILE]
 """
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 from drawing import COLUMN, GREY, INK, LINES, ROW, arrow, save
 from matplotlib.axes import Axes
@@ -10,7 +12,7 @@ from matplotlib.patches import Rectangle
 
 LENGTH = 7  # pixels of a line
 COLOURS = plt.get_cmap("RdYlBu_r")
-TITLE = {"loc": "left", "size": 11, "color": INK, "pad": 10}
+TITLE: dict[str, Any] = {"loc": "left", "size": 11, "color": INK, "pad": 10}
 
 
 def colour(offset: int) -> tuple[float, float, float, float]:
@@ -21,11 +23,13 @@ def signed(offset: int) -> str:
     return f"{offset:+d}".replace("-", "\u2212") if offset else "0"
 
 
-def cell(ax: Axes, x: float, y: float, offset: int | None, text: str = "", edge: str = LINES) -> None:
+def cell(
+    ax: Axes, x: float, y: float, offset: int | None, text: str = "", edge: str = LINES, size: float = 8.5
+) -> None:
     """A square for one offset; an empty one for an offset out of reach."""
     face = "white" if offset is None else colour(offset)
     ax.add_patch(Rectangle((x, y), 1, 1, fc=face, ec=edge, lw=0.8))
-    ax.text(x + 0.5, y + 0.5, text, ha="center", va="center_baseline", size=8.5, color=INK)
+    ax.text(x + 0.5, y + 0.5, text, ha="center", va="center_baseline", size=size, color=INK)
 
 
 def frame(ax: Axes, x: float, y: float) -> None:
@@ -41,7 +45,7 @@ def draw_windows(ax: Axes) -> None:
     for line, x in enumerate((0, 3, 6)):
         y = 3.6 - 1.7 * line
         for i in range(LENGTH):
-            cell(ax, i - x, y, i - x, f"i={i}")
+            cell(ax, i - x, y, i - x, f"i={i}", size=7)
         frame(ax, 0, y)
         ax.text(-x - 0.25, y + 0.5, f"$x = {x}$", ha="right", va="center", size=10, color=INK)
     ax.plot([0, 0], [-0.2, 5.5], color=GREY, lw=0.8, ls=":")
@@ -82,21 +86,20 @@ def draw_two_steps(ax: Axes) -> None:
     ax.plot(*middle(*far), "o", color=COLUMN, ms=6)
     frame(ax, pixel[1], LENGTH - 1 - pixel[0])
     ax.text(far[1] + 1.1, LENGTH - 0.5 - far[0], "$(i, j)$", va="center", size=9.5, color=COLUMN)
-    column, row = "column layer\n$q_{xj} \\cdot R^c_{i-x}$", "row layer\n$q_{xy} \\cdot R^r_{j-y}$"
-    ax.text(far[1] + 1.15, LENGTH - 2.05 - far[0], column, va="center", size=10.5, color=COLUMN, linespacing=1.5)
-    ax.text(2.3, 1.85, row, va="top", size=10.5, color=ROW, linespacing=1.5)
+    on_column, on_row = "column layer\n$q_{xj} \\cdot R^c_{i-x}$", "row layer\n$q_{xy} \\cdot R^r_{j-y}$"
+    ax.text(far[1] + 1.15, LENGTH - 2.05 - far[0], on_column, va="center", size=10.5, color=COLUMN, linespacing=1.5)
+    ax.text(2.3, 1.85, on_row, va="top", size=10.5, color=ROW, linespacing=1.5)
     ax.text(pixel[1] + 0.5, LENGTH - pixel[0] + 0.12, "$(x, y)$", ha="center", va="bottom", size=9.5, color=INK)
     ax.set(xlim=(-1, LENGTH + 0.2), ylim=(-1, LENGTH + 0.2))
 
 
 def draw() -> plt.Figure:
-    places = [["windows", "matrix"], ["reach", "steps"]]
-    figure, axes = plt.subplot_mosaic(places, figsize=(10.4, 8.2), layout="constrained")
-    draw_windows(axes["windows"])
-    draw_matrix(axes["matrix"], None, "All pairs of a line: one embedding a diagonal")
-    draw_matrix(axes["reach"], 2, "With reach = 2: offsets beyond it contribute nothing")
-    draw_two_steps(axes["steps"])
-    for ax in axes.values():
+    figure, axes = plt.subplots(2, 2, figsize=(8.8, 7.2), layout="constrained")
+    draw_windows(axes[0, 0])
+    draw_matrix(axes[0, 1], None, "All pairs of a line: one embedding a diagonal")
+    draw_matrix(axes[1, 0], 2, "With reach = 2: offsets beyond it contribute nothing")
+    draw_two_steps(axes[1, 1])
+    for ax in axes.flat:
         ax.set_aspect("equal")
         ax.axis("off")
     return figure

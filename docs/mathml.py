@@ -1,4 +1,4 @@
-r"""Typeset the LaTeX of the pages as MathML, which browsers draw themselves: no script, no font, nothing from elsewhere.
+r"""Typeset the LaTeX of the pages as MathML, which browsers draw themselves, without a script or a font of ours.
 
 `pymdownx.arithmatex` finds the formulas, as GitHub does, and leaves them as LaTeX between `\(` and `\)` or `\[` and
 `\]`. This Markdown extension takes them from there.

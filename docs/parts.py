@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from costs import LAYERS, operations
@@ -48,7 +49,7 @@ COSTS = ("params (M)>", "FLOPs (G)>")
 def _facts(name: str) -> tuple[list[type[Attention]], tuple[int, int]]:
     """A network's kinds of attention, and the size of the images that it is made for."""
     with torch.device("meta"):
-        model = gsanet.create_model(name)
+        model: Any = gsanet.create_model(name)
     kinds = dict.fromkeys(type(module) for module in model.modules() if isinstance(module, Attention))
     public = [kind for kind in kinds if kind.__name__ in gsanet.layers.__all__]
     return public, tuple(model.pretrained_cfg["input_size"][1:])
