@@ -11,7 +11,7 @@ from costs import LAYERS, operations
 
 import gsanet
 from gsanet.layers.attention import Attention
-from gsanet.paper.printed import Network, printed_table
+from gsanet.paper.printed import NOTHING, Network, printed_table
 from gsanet.paper.results import Results, read_results
 from gsanet.paper.structure import structure
 from gsanet.paper.tables import Measured, TableRow, count, table_rows
@@ -107,9 +107,14 @@ def results() -> str:
 def _result(row: TableRow) -> list[str]:
     measured = "<br>".join(_measured(each) for each in row.measured)
     params = UNKNOWN if row.params is None else f"{row.params / 1e6:.3f}"
-    printed = row.printed.get("params", "").removesuffix(" M")
     network = f"`{row.network}`" if row.exists else UNKNOWN
-    return [row.name, network, row.printed.get("top1", "") or UNKNOWN, measured or UNKNOWN, params, printed or UNKNOWN]
+    top1, printed = (_printed(row, column) for column in ("top1", "params"))
+    return [row.name, network, top1, measured or UNKNOWN, params, printed.removesuffix(" M")]
+
+
+def _printed(row: TableRow, column: str) -> str:
+    text = row.printed.get(column, "")
+    return UNKNOWN if text in NOTHING else text
 
 
 def _measured(runs: Measured) -> str:
