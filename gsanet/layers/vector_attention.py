@@ -33,8 +33,8 @@ class VectorAttention(Attention):
         share: Output channels that share a weight; divides dim_out.
         window: Height and width of the window, odd.
         dim_relation: Channels of phi and of psi. Default: dim / 16, as in the paper's networks.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     properties = Properties(everywhere=False, content=True, positional=True, combination=Combination.REPLACES)
