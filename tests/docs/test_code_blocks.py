@@ -11,7 +11,7 @@ from documents import BLOCK, PAGES, ROOT, numbered_blocks
 from gsanet.cli import app
 
 PYTHON = numbered_blocks("python")
-SHELL = numbered_blocks("bash")
+SHELL = numbered_blocks("bash", "sh")
 INLINE = re.compile(r"`gsanet ([^`]+)`")
 
 
@@ -23,8 +23,8 @@ def test_python_runs(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_no_block_escapes(page):
-    """Only these languages are checked: `sh` or `py` would not be."""
-    assert {language for language, _ in BLOCK.findall(PAGES[page].read_text())} <= {"python", "bash"}
+    """Only these languages are checked: `py` or `console` would not be."""
+    assert {language for language, _ in BLOCK.findall(PAGES[page].read_text())} <= {"python", "bash", "sh"}
 
 
 @pytest.mark.parametrize("name", SHELL)

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,12 @@ def test_the_site(tmp_path):
         "__version__",
     }
     assert {name for name in names if not any(f"{module}.{name}" in anchors for module in PUBLIC)} == set()
+
+
+def test_every_page_is_in_the_menu():
+    menu = (ROOT / "mkdocs.yml").read_text()
+    pages = [name.removeprefix("docs/") for name in PAGES if name.startswith("docs/")]
+    assert [page for page in pages if not re.search(rf"(- |: ){page}\n", menu)] == []
 
 
 def test_what_is_wrong_with_a_page_is_found(tmp_path):
