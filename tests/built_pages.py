@@ -71,7 +71,8 @@ def loaded_from_elsewhere(site):
 
 
 def dead_ends(site):
-    """Each link to a file or anchor that is not there, and each picture, script or style that is not."""
+    """Each link to a file or anchor that the site does not have, and each picture, script or style that it has not."""
+    site = Path(site).resolve()
     pages = read_pages(site)
     dead = []
     for file, page in pages.items():
@@ -80,9 +81,10 @@ def dead_ends(site):
             if parts.scheme or parts.netloc:
                 continue
             # The page for addresses that do not exist is shown at any of them: its own are from the root.
-            start = Path(site) if parts.path.startswith("/") else file.parent
+            start = site if parts.path.startswith("/") else file.parent
             target = (start / unquote(parts.path).lstrip("/")).resolve() if parts.path else file
             anchors = pages[target].anchors if target in pages else {unquote(parts.fragment)}
-            if not target.is_file() or (parts.fragment and unquote(parts.fragment) not in anchors):
+            there = target.is_file() and target.is_relative_to(site)
+            if not there or (parts.fragment and unquote(parts.fragment) not in anchors):
                 dead.append((file.name, address))
     return dead

@@ -31,7 +31,7 @@ def test_the_site(tmp_path):
     done = subprocess.run(build, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
-    site = (tmp_path / "site").resolve()
+    site = tmp_path / "site"
     assert loaded_from_elsewhere(site) == []
     assert dead_ends(site) == []
 
@@ -61,17 +61,21 @@ def test_every_page_is_in_the_menu():
 
 
 def test_what_is_wrong_with_a_page_is_found(tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (tmp_path / "outside.json").write_text("{}")
     styles = "@import 'https://fonts.example/a.css'; a { background: url(//cdn.example/b.png) }"
-    (tmp_path / "site.css").write_text(styles)
-    (tmp_path / "other.html").write_text("<h1 id=here>Other</h1>")
-    (tmp_path / "index.html").write_text(
+    (site / "site.css").write_text(styles)
+    (site / "other.html").write_text("<h1 id=here>Other</h1>")
+    (site / "index.html").write_text(
         '<link rel=stylesheet href="https://c.example/c.css"><link rel=canonical href="https://d.example">'
         '<link rel=stylesheet href=site.css><script src="http://e.example/e.js"></script>'
         "<style>a { b: url(http://f.example) }</style>"
         '<img src=missing.png srcset="https://g.example/g.png 2x"><a href="https://h.example">text</a>'
         '<a href="other.html#here">there</a><a href="other.html#nowhere">x</a>'
-        '<a href="gone.html">x</a><a href="#top">x</a>'
+        '<a href="gone.html">x</a><a href="#top">x</a><a href="../outside.json">x</a>'
     )
-    hosts = {urlsplit(address).netloc for _, address in loaded_from_elsewhere(tmp_path)}
+    hosts = {urlsplit(address).netloc for _, address in loaded_from_elsewhere(site)}
     assert hosts == {f"{name}.example" for name in ("fonts", "cdn", "c", "e", "f", "g")}
-    assert {address for _, address in dead_ends(tmp_path)} == {"missing.png", "other.html#nowhere", "gone.html", "#top"}
+    dead = {address for _, address in dead_ends(site)}
+    assert dead == {"missing.png", "other.html#nowhere", "gone.html", "#top", "../outside.json"}
