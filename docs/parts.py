@@ -1,13 +1,13 @@
 """The parts of the pages that are made from the package and from `results/`, each time the site is built."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer.cli
 from costs import LAYERS, operations
+from typer.testing import CliRunner
 
 import gsanet
 from gsanet.layers.attention import Attention
@@ -86,9 +86,11 @@ def costs() -> str:
 
 def commands() -> str:
     """The commands and their options, from the command-line program itself."""
-    call = [sys.executable, "-m", "typer", "gsanet.cli", "utils", "docs", "--name", "gsanet"]
-    text = subprocess.run(call, check=True, capture_output=True, text=True).stdout
-    _, commands = text.split("\n## ", maxsplit=1)  # before it stands what the page says itself
+    # What `typer gsanet.cli utils docs` prints; here, because torch need not be imported again.
+    done = CliRunner().invoke(
+        typer.cli.app, ["gsanet.cli", "utils", "docs", "--name", "gsanet"], catch_exceptions=False
+    )
+    _, commands = done.stdout.split("\n## ", maxsplit=1)  # before it stands what the page says itself
     return f"## {commands}"
 
 

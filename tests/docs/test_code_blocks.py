@@ -59,6 +59,12 @@ def test_commands_in_the_text_exist(page, program):
         assert {word for word in words if word.startswith("--")} <= options, text
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_scripts_in_the_text_exist(page):
+    scripts = re.findall(r"`python ([\w/]+\.py)", PAGES[page].read_text())
+    assert [script for script in scripts if not (ROOT / script).is_file()] == []
+
+
 @pytest.fixture(scope="module")
 def program():
     """The command `gsanet`, which understands its arguments and does nothing."""
