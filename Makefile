@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench figures setup clean
+.PHONY: demo test lint bench docs figures setup clean
 
 demo: $(STAMP)
 	$(BIN)/gsanet paper structure
@@ -23,8 +23,12 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py --quick
 	$(BIN)/python benchmarks/data_path.py
 
+# Into the folder site; a broken link or reference is an error.
+docs: $(STAMP)
+	$(BIN)/python docs/build.py
+
 figures: $(STAMP)
-	$(BIN)/python docs/draw_module.py
+	for script in docs/draw_*.py; do $(BIN)/python $$script || exit 1; done
 
 setup: $(STAMP)
 
@@ -36,4 +40,4 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache build/parts site

@@ -3,19 +3,12 @@
 python docs/draw_module.py [FILE]
 """
 
-import sys
-from pathlib import Path
-
-import matplotlib as mpl
-
-mpl.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from drawing import COLUMN, CONTENT, GREY, INK, LINES, ROW, arrow, save
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-INK, GREY = "#24292f", "#8c959f"
-CONTENT, COLUMN, ROW = "#bc4c00", "#0969da", "#1a7f37"
 PIXEL = (2, 4)  # the output pixel whose view is drawn: row, column
 GRID = 7
 
@@ -25,16 +18,6 @@ def box(ax: Axes, x: float, y: float, w: float, h: float, text: str, color: str 
     ax.text(x + w / 2, y + h / 2, text, ha="center", va="center", color=color, size=size, linespacing=1.35)
 
 
-def arrow(ax: Axes, *points: tuple[float, float], label: str = "", color: str = INK) -> None:
-    """A line through the points with a head at the last."""
-    xs, ys = zip(*points[:-1], strict=True)
-    ax.plot([*xs], [*ys], color=color, lw=1.3, solid_capstyle="round")
-    ax.annotate("", points[-1], points[-2], arrowprops={"arrowstyle": "-|>", "color": color, "lw": 1.3})
-    if label:
-        (x0, y0), (x1, y1) = points[-2:]
-        ax.text((x0 + x1) / 2, (y0 + y1) / 2 + 0.1, label, ha="center", va="bottom", color=color, size=11)
-
-
 def view(ax: Axes, x: float, y: float, weights: np.ndarray, color: str, caption: str) -> None:
     """A small map: how strongly the marked pixel draws on every other."""
     cell = 0.155
@@ -42,7 +25,7 @@ def view(ax: Axes, x: float, y: float, weights: np.ndarray, color: str, caption:
         for column in range(GRID):
             corner = (x + column * cell, y + (GRID - 1 - row) * cell)
             ax.add_patch(Rectangle(corner, cell, cell, fc=color, alpha=float(weights[row, column]), lw=0))
-            ax.add_patch(Rectangle(corner, cell, cell, fc="none", ec="#d0d7de", lw=0.5))
+            ax.add_patch(Rectangle(corner, cell, cell, fc="none", ec=LINES, lw=0.5))
     corner = (x + PIXEL[1] * cell, y + (GRID - 1 - PIXEL[0]) * cell)
     ax.add_patch(Rectangle(corner, cell, cell, fc="none", ec=INK, lw=1.8))
     ax.text(x + GRID * cell / 2, y - 0.12, caption, ha="center", va="top", color=color, size=9, linespacing=1.3)
@@ -106,14 +89,5 @@ def draw() -> plt.Figure:
     return figure
 
 
-def main() -> None:
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("module.svg")
-    # A fixed salt and no date: the same script draws the same bytes.
-    with mpl.rc_context({"svg.hashsalt": "gsanet", "svg.fonttype": "path", "mathtext.fontset": "cm"}):
-        metadata = {"Date": None} if target.suffix == ".svg" else None
-        draw().savefig(target, bbox_inches="tight", facecolor="white", metadata=metadata)
-    print(f"drawn: {target}")
-
-
 if __name__ == "__main__":
-    main()
+    save(draw, "module.svg")

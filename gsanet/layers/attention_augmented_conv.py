@@ -41,8 +41,8 @@ class AttentionAugmentedConv(RelativeTables):
         value_ratio: Channels of v, as a fraction of dim_out.
         downsample: Attend over an output map that is this many times smaller (a power of 2), then enlarge the result.
         keep_reach: Accept maps larger than `feat_size`: the embeddings of offsets that the tables do not hold are zero.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     label = "3x3 conv + attention"

@@ -34,8 +34,8 @@ class AxialAttention(RelativeTables):
         num_heads: Number of heads; divides dim and dim_out.
         keep_reach: Accept maps larger than `feat_size`: the embeddings of offsets that the tables do not hold are zero.
         norm_layer: The normalisation between column and row.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     label = "axial"

@@ -27,8 +27,8 @@ class CompactNonLocal(Attention):
         dim_inner: Channels of theta, phi and g. Default: half of dim.
         num_groups: Groups of channels that attend by themselves; divides dim and dim_inner.
         zero_init_last: Start as the identity: the scale of the last normalisation is zero.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     label = "CGNL"

@@ -26,8 +26,8 @@ class CrissCrossAttention(Attention):
         dim: Channels, of the values too.
         dim_key: Channels of queries and keys. Default: an eighth of dim, as in the authors' code.
         recurrence: How often the attention is applied. Once reaches the row and the column, twice all of the map.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     label = "criss-cross"
@@ -88,8 +88,8 @@ class CrissCrossHead(nn.Module):
         dim: Channels of the CNN's map.
         dim_out: Channels of the attention and of the output.
         recurrence: As in `CrissCrossAttention`.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     def __init__(

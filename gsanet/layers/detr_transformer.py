@@ -27,8 +27,8 @@ class DETRTransformer(Attention):
         depth: Number of layers.
         dim_feedforward: Inner channels of the feed-forward networks.
         dropout: Dropout on attention, within and behind the feed-forward networks, as in the paper.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     label = "DETR"

@@ -26,8 +26,8 @@ class DoubleAttention(Attention):
         dim: Channels.
         dim_inner: Channels of the gathered vectors, and their number. Default: half of dim.
         zero_init_last: Start as the identity: the scale of the last normalisation is zero.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     label = "double attention"

@@ -25,8 +25,8 @@ class EfficientAttention(Attention):
         dim_inner: Channels of queries, of keys and of values. Default: half of dim.
         num_heads: Number of heads; divides dim_inner.
         zero_init_last: Start as the identity: the weights of the output projection are zero.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     label = "efficient attention"

@@ -31,8 +31,8 @@ class GlobalSelfAttention(RelativeTables):
         reach: The largest offset that positional attention sees, the paper's L. Default: all of the map.
         keep_reach: Accept maps larger than `feat_size`; offsets that the tables do not hold contribute nothing.
         norm_layer: The normalisation between column and row.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
 
     The relative position embeddings are `rel_column`, (2 * height - 1, dim_key / num_heads), and `rel_row`.
     """

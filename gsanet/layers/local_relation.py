@@ -39,8 +39,8 @@ class LocalRelation(Attention):
         share: Output channels that share a weight, the paper's m; divides dim_out.
         window: Height and width of the window, odd.
         transform: Whether there is W; without it dim_out is dim, and the layer stands behind a convolution.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     label = "local relation"

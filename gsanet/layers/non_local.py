@@ -22,8 +22,8 @@ class NonLocal(Attention):
         dim: Channels.
         dim_inner: Channels of theta, phi and g. Default: half of dim, as in the paper.
         zero_init_last: Start as the identity, as in the paper: the scale of the last normalisation is zero.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     label = "non-local"

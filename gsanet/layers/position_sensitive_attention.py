@@ -34,8 +34,8 @@ class PositionSensitiveAttention(RelativeTables):
         stride: The output is average-pooled by stride x stride.
         num_heads: Number of heads; divides dim_out into an even number of channels.
         keep_reach: Accept maps larger than `feat_size`: the embeddings of offsets that the tables do not hold are zero.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     label = "position-sensitive axial"

@@ -29,8 +29,8 @@ class RelativeTables(Attention):
         reach: The largest offset attended to, or None for all of the map.
         keep_reach: Accept maps larger than `feat_size`.
         reduction: The module attends over a map that is this many times smaller than its input, rounded up.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     rel_column: nn.Parameter | None

@@ -36,8 +36,8 @@ class StandAloneAttention(Attention):
         stride: The output is average-pooled by stride x stride.
         num_heads: Number of heads; divides dim_out into an even number of channels.
         window: Height and width of the window, odd.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     label = "stand-alone attention"
@@ -108,8 +108,8 @@ class AttentionStem(Attention):
         dim_out: Output channels.
         num_heads: Number of heads.
         mixture: Number of value matrices.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     label = "attention stem"

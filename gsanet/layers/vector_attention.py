@@ -33,8 +33,8 @@ class VectorAttention(Attention):
         share: Output channels that share a weight; divides dim_out.
         window: Height and width of the window, odd.
         dim_relation: Channels of phi and of psi. Default: dim / 16, as in the paper's networks.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     properties = Properties(everywhere=False, content=True, positional=True, combination=Combination.REPLACES)
@@ -99,7 +99,9 @@ class VectorAttention(Attention):
 
 
 class PairwiseAttention(VectorAttention):
-    """SAN's pairwise attention with the subtraction relation. Arguments as in `VectorAttention`.
+    """SAN's pairwise attention with the subtraction relation.
+
+    Arguments as in `VectorAttention`.
 
     Positions are coordinates from -1 to 1 across the map; P is linear, so that only their difference matters.
 
@@ -144,7 +146,9 @@ class PairwiseAttention(VectorAttention):
 
 
 class PatchwiseAttention(VectorAttention):
-    """SAN's patchwise attention with concatenation. Arguments as in `VectorAttention`.
+    """SAN's patchwise attention with concatenation.
+
+    Arguments as in `VectorAttention`.
 
     The first batch norm has its own statistics and factors for each place of the concatenation, and the first linear
     layer its own weights; both are applied place by place, so that the concatenation never exists.

@@ -29,8 +29,8 @@ class VideoTransformer(Attention):
         depth: Number of layers.
         max_frames: Longest clip that there are positions for. BERT's 512 includes the class token.
         dropout: Dropout, where BERT has it.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
     """
 
     label = "VideoBERT"

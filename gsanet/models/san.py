@@ -79,8 +79,8 @@ class SANBlock(nn.Module):
         last: Whether the stage ends here.
         layers: timm's layer functions.
         drop_path_rate: Stochastic depth.
-        device: As usual.
-        dtype: As usual.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
         others: What timm gives to all blocks, and this one has no use for.
     """
 

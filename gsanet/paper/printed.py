@@ -122,7 +122,7 @@ def printed_tables() -> dict[int, PrintedTable]:
 
 
 def printed_table(number: int) -> PrintedTable:
-    """One of them."""
+    """One of the paper's tables, by its number: 1 to 6."""
     return printed_tables()[number]
 
 

@@ -96,7 +96,7 @@ def networks() -> list[tuple[PrintedRow, str]]:
 
 
 def table1() -> Iterator[Table1Row]:
-    """Measure one system after the other: a second or two each."""
+    """Measure the systems of Table 1 one after the other, a second or two each."""
     for row, name in networks():
         yield measure(row, name)
 

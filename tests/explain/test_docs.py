@@ -1,15 +1,11 @@
 """The code of docs/explain.md works, and says what it says."""
 
-import re
-from pathlib import Path
-
+from documents import ROOT, blocks
 from PIL import Image
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_example(capsys):
-    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "explain.md").read_text(), re.DOTALL)
+    (block,) = blocks("docs/explain.md", "python")
     exec(compile(block, "explain.md", "exec"), {})
     place, error = capsys.readouterr().out.splitlines()
     assert f"# {place}" in block
@@ -17,6 +13,6 @@ def test_the_example(capsys):
 
 
 def test_the_picture_is_there_and_small():
-    picture = DOCS / "explain.png"
+    picture = ROOT / "docs" / "explain.png"
     assert Image.open(picture).width > 1000
     assert picture.stat().st_size < 300_000
