@@ -24,7 +24,7 @@ from gsanet.train.recipe import Recipe
 from gsanet.train.run_directory import CLASSES, RECIPE, read_run
 from gsanet.train.weights import load_exactly, read_weights
 
-DEFAULT = "gsa_resnet26_tiny"
+DEFAULT = "gsa_resnet35_tiny"
 HOW_TO_GET_ONE = (
     "say which network: --run DIR of a training run, or --model NAME and --weights FILE. "
     "To get one in a minute: `gsanet demo`, then --run runs/quickstart/gsa_resnet26_tiny"
