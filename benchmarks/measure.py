@@ -34,6 +34,16 @@ class Measured:
         """Images a second, from the batch of each side."""
         return {side: 1e3 * batches[side] / time for side, time in self.times.items()}
 
+    def only(self, *sides: str) -> "Measured":
+        """What was found of some sides."""
+        times, modes = ({side: of[side] for side in sides if side in of} for of in (self.times, self.modes))
+        errors = {
+            name: error
+            for name, error in self.errors.items()
+            if any(name == side or name.startswith(f"{side}, ") for side in sides)
+        }
+        return Measured(times, modes, errors)
+
 
 def measure(sides: Sides, setting: Setting, repeats: int = 1, cold: bool = False) -> Measured:
     """Time all modes of all sides in turns, and take the fastest mode of each side.

@@ -70,30 +70,24 @@ class _Layout:
     after: tuple[str, ...]
     shortcut: str
     relu: str
-    identity_if_none: bool
+    identity_if_none: bool = False
 
 
 # Exactly these: a subclass may do anything else.
 LAYOUTS: dict[type[nn.Module], _Layout] = {
     BottleneckBlock: _Layout(
-        ("conv1_1x1", "conv2_kxk", "conv2b_kxk", "attn"),
-        "conv3_1x1",
-        ("attn_last", "drop_path"),
-        "shortcut",
-        "act",
-        False,
+        ("conv1_1x1", "conv2_kxk", "conv2b_kxk", "attn"), "conv3_1x1", ("attn_last", "drop_path"), "shortcut", "act"
     ),
     SelfAttnBlock: _Layout(
-        ("conv1_1x1", "conv2_kxk", "self_attn", "post_attn"), "conv3_1x1", ("drop_path",), "shortcut", "act", False
+        ("conv1_1x1", "conv2_kxk", "self_attn", "post_attn"), "conv3_1x1", ("drop_path",), "shortcut", "act"
     ),
     torchvision.models.resnet.BasicBlock: _Layout(
-        ("conv1", "bn1", "relu"), "conv2", ("bn2",), "downsample", "relu", True
+        ("conv1", "bn1", "relu"), "conv2", ("bn2",), "downsample", "relu", identity_if_none=True
     ),
     torchvision.models.resnet.Bottleneck: _Layout(
-        ("conv1", "bn1", "relu", "conv2", "bn2", "relu"), "conv3", ("bn3",), "downsample", "relu", True
+        ("conv1", "bn1", "relu", "conv2", "bn2", "relu"), "conv3", ("bn3",), "downsample", "relu", identity_if_none=True
     ),
 }
-
 
 # Modules that call their children in order.
 SEQUENCES = (nn.Sequential, ConvNormAct, DownsampleAvg)
