@@ -36,13 +36,16 @@ class Measured:
 
     def only(self, *sides: str) -> "Measured":
         """What was found of some sides."""
-        times, modes = ({side: of[side] for side in sides if side in of} for of in (self.times, self.modes))
-        errors = {
-            name: error
-            for name, error in self.errors.items()
-            if any(name == side or name.startswith(f"{side}, ") for side in sides)
-        }
-        return Measured(times, modes, errors)
+        measured = [side for side in sides if side in self.times]
+        return Measured(
+            {side: self.times[side] for side in measured},
+            {side: self.modes[side] for side in measured},
+            {
+                name: error
+                for name, error in self.errors.items()
+                if any(f"{name}, ".startswith(f"{side}, ") for side in sides)
+            },
+        )
 
 
 def measure(sides: Sides, setting: Setting, repeats: int = 1, cold: bool = False) -> Measured:
