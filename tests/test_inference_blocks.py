@@ -17,6 +17,7 @@ from helpers import relative_error
 from test_inference import assert_same, check, create, trained
 from timm.models.byobnet import BottleneckBlock, LayerFn
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models.resnet import Bottleneck
 
@@ -251,6 +252,19 @@ def test_exported_networks_do_not(calls):
     assert not calls
     assert not [node for node in exported.graph.nodes if str(node.target).startswith("gsanet")]
     assert_same(exported.module(), folded, torch.randn(3, 3, 32, 32))
+
+
+@pytest.mark.parametrize(("dtype", "fused"), [(torch.bfloat16, 17), (torch.float16, 17), (torch.float32, 0)])
+def test_what_a_gpu_would_be_given(dtype, fused):
+    folded = fuse_for_inference(torchvision.models.resnet18())
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():  # nothing is computed: no GPU is needed
+        values = {name: mode.from_tensor(value).to("cuda", dtype) for name, value in folded.state_dict().items()}
+        x = torch.empty(2, 3, 64, 64, device="cuda", dtype=dtype)
+        with Seen() as seen:
+            out = torch.func.functional_call(folded, values, (x,))
+    assert (out.device.type, out.dtype, tuple(out.shape)) == ("cuda", dtype, (2, 1000))
+    assert seen.names["convolution_relu"] == fused
+    assert seen.names["relu_"] == 17 - fused
 
 
 def test_symbolic_traces_have_one_step():
