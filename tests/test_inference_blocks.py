@@ -320,7 +320,7 @@ def test_a_block_keeps_names_and_attributes(calls):
 
 def hooked(name):
     def change(block):
-        block.get_submodule(name).register_forward_hook(lambda module, inputs, out: out + 1)
+        block.get_submodule(name).register_forward_hook(lambda module, inputs, out: 2 * out)
 
     return change
 
@@ -362,6 +362,14 @@ def test_what_stands_in_the_way(name):
     folded = fuse_for_inference(block.float())
     assert sum(isinstance(module, ConvolutionReLU) for module in folded.modules()) == fused
     assert isinstance(folded, InferenceBlock) == bool(fused)
+
+
+@pytest.mark.parametrize("name", ["conv3_1x1", "drop_path", "attn_last", "act", "shortcut"])
+def test_what_stands_in_the_way_in_blocks_of_timm(name):
+    block = trained(BottleneckBlock(16, 32, stride=2, bottle_ratio=0.25)).eval()
+    hooked(name)(block)
+    check(block, (2, 16, 8, 8))
+    assert isinstance(fuse_for_inference(block.float()), InferenceBlock) == (name == "shortcut")
 
 
 def test_a_subclass_stays_as_it_is():
