@@ -34,6 +34,19 @@ class Measured:
         """Images a second, from the batch of each side."""
         return {side: 1e3 * batches[side] / time for side, time in self.times.items()}
 
+    def only(self, *sides: str) -> "Measured":
+        """What was found of some sides."""
+        measured = [side for side in sides if side in self.times]
+        return Measured(
+            {side: self.times[side] for side in measured},
+            {side: self.modes[side] for side in measured},
+            {
+                name: error
+                for name, error in self.errors.items()
+                if any(f"{name}, ".startswith(f"{side}, ") for side in sides)
+            },
+        )
+
 
 def measure(sides: Sides, setting: Setting, repeats: int = 1, cold: bool = False) -> Measured:
     """Time all modes of all sides in turns, and take the fastest mode of each side.

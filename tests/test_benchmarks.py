@@ -53,6 +53,10 @@ def test_every_case_runs_on_a_cpu(name):
         assert (row.ratio is None) == (len(row.sides) == 1)
         assert row.met(judged=False) is None
         assert CASES[name].summary.endswith(".")
+    if name in ("inference", "latency"):
+        assert [row.rival for row in rows] == ["ResNet-50", "ResNet-50 with our epilogues"]
+        assert rows[0].sides[rows[0].ours] == rows[1].sides[rows[1].ours]
+        assert [row.target is None for row in rows] == [False, True]
     if name == "module":
         assert [row.what for row in rows][:2] == ["8x8x16, forward", "8x8x16, forward + backward"]
         assert {"gsanet", "reference", "softmax attention"} <= set(rows[0].sides)
@@ -128,6 +132,9 @@ def test_the_fastest_mode_of_each_side_counts(monkeypatch):
     assert found.modes == {"a": "fast", "b": "only"}
     assert found.errors == {"c": "not installed", "b, broken": "no such kernel"}
     assert Measured({"a": 2.0}).per_second({"a": 256}) == {"a": 128_000.0}
+    part = found.only("b")
+    assert (part.times, part.modes) == ({"b": 1.0}, {"b": "only"})
+    assert part.errors == {"b, broken": "no such kernel"}
 
 
 def test_a_side_that_fails_is_reported_and_the_other_is_measured():

@@ -1,0 +1,151 @@
+"""A convolution with what follows it in inference: bias, residual and ReLU in one pass over memory.
+
+On an NVIDIA GPU, in 16 bits, it is an operator around cuDNN's fused convolutions, to which neither eager PyTorch nor
+`torch.compile` comes by itself. Everywhere else it is PyTorch's own operations, which any device, exporter and
+autograd know.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["convolution_relu"]
+
+# float32 stays with PyTorch: cuDNN may round it to TF32 here, whatever the precision of other convolutions.
+DTYPES = (torch.float16, torch.bfloat16)
+
+# What cuDNN refused once: it is not asked again.
+_refused: set[Hashable] = set()
+
+
+def convolution_relu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None = None,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+) -> Tensor:
+    """relu(convolution of x + bias + residual).
+
+    Args:
+        x: (batch, channels, height, width).
+        weight: (channels out, channels, kernel height, kernel width).
+        bias: (channels out,).
+        residual: Added before the ReLU, of the output's shape; None for nothing.
+        stride: Down and along.
+        padding: Zeros on each side, the same.
+        dilation: The same.
+    """
+    if _is_for_operator(x, weight, bias, residual, stride, padding, dilation):
+        return fused_convolution_relu(x, weight, bias, residual, stride, padding, dilation)
+    return _in_steps(x, weight, bias, residual, stride, padding, dilation)
+
+
+def _is_for_operator(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> bool:
+    tensors = [x, weight, bias] if residual is None else [x, weight, bias, residual]
+    if not _is_on_gpu(x) or x.dtype not in DTYPES or x.dim() != 4 or torch.compiler.is_exporting():
+        return False
+    if any(tensor.dtype != x.dtype or tensor.device != x.device for tensor in tensors):  # as autocast may leave them
+        return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    # A residual that is spread over the map is PyTorch's business.
+    return residual is None or tuple(residual.shape) == _shape(x, weight, stride, padding, dilation)
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _in_steps(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    out = F.conv2d(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation))
+    return (out if residual is None else out + residual).relu_()
+
+
+def _shape(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> tuple[int, int, int, int]:
+    height, width = (
+        (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[2 + i] - 1) - 1) // stride[i] + 1 for i in (0, 1)
+    )
+    return x.shape[0], weight.shape[0], height, width
+
+
+@torch.library.custom_op("gsanet::convolution_relu", mutates_args=())
+def fused_convolution_relu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """As `convolution_relu`, for tensors of one dtype on one device; the output is channels-last."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    settings = tuple(stride), tuple(padding), tuple(dilation)
+    key = x.device, x.dtype, tuple(x.shape), tuple(weight.shape), residual is not None, settings
+    out = None
+    if key not in _refused and _may_use_cudnn():
+        try:
+            if residual is None:
+                out = torch.cudnn_convolution_relu(x, weight, bias, *settings, 1)
+            else:
+                out = torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *settings, 1)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # no engine for this shape on this GPU, or no cuDNN at all
+            _refused.add(key)
+    if out is None:
+        out = _in_steps(x, weight, bias, residual, *settings)
+    return out.contiguous(memory_format=torch.channels_last)
+
+
+def _may_use_cudnn() -> bool:
+    """Its fused convolutions do not look at these settings themselves."""
+    cudnn = torch.backends.cudnn
+    return bool(cudnn.enabled and not cudnn.deterministic and not torch.are_deterministic_algorithms_enabled())
+
+
+@fused_convolution_relu.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    batch, channels, height, width = _shape(x, weight, stride, padding, dilation)
+    return x.new_empty(batch, height, width, channels).permute(0, 3, 1, 2)
+
+
+def _refuse_gradient(ctx: Any, d_out: Tensor) -> None:
+    raise RuntimeError(
+        "gsanet::convolution_relu has no gradient: differentiate the network that fuse_for_inference was given"
+    )
+
+
+fused_convolution_relu.register_autograd(_refuse_gradient)

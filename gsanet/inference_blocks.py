@@ -1,0 +1,197 @@
+"""Layers and residual blocks of networks for inference, in which a ReLU costs no pass over memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
+
+import torchvision
+from timm.layers import ConvNormAct
+from timm.models.byobnet import BottleneckBlock, DownsampleAvg, SelfAttnBlock
+from torch import Tensor, fx, nn
+
+from gsanet.functional.convolution import convolution_relu
+
+if TYPE_CHECKING:
+    from gsanet.inference import Chains
+
+__all__ = ["ConvolutionReLU", "InferenceBlock"]
+
+fx.wrap("convolution_relu")  # one step for torch.fx, which could not follow the choices inside of it
+
+
+class ConvolutionReLU(nn.Conv2d):
+    """A convolution with the ReLU behind it, and the residual between them if there is one.
+
+    Args:
+        convolution: Its parameters are taken over.
+    """
+
+    def __init__(self, convolution: nn.Conv2d):
+        super().__init__(
+            convolution.in_channels,
+            convolution.out_channels,
+            convolution.kernel_size,  # type: ignore[arg-type]
+            convolution.stride,  # type: ignore[arg-type]
+            convolution.padding,  # type: ignore[arg-type]
+            convolution.dilation,  # type: ignore[arg-type]
+            device="meta",  # nothing is stored before it is known
+        )
+        self.weight, self.bias = convolution.weight, convolution.bias
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """From (batch, channels, height, width) to the map; a residual of its shape is added before the ReLU."""
+        assert self.bias is not None
+        assert not isinstance(self.padding, str)
+        return convolution_relu(x, self.weight, self.bias, residual, self.stride, self.padding, self.dilation)
+
+
+def takes_relu(convolution: nn.Module | None) -> TypeGuard[nn.Conv2d]:
+    """Whether a convolution, its norm folded, can be a `ConvolutionReLU`."""
+    return (
+        type(convolution) is nn.Conv2d
+        and convolution.groups == 1  # for others cuDNN has slower kernels, or none
+        and convolution.padding_mode == "zeros"
+        and not isinstance(convolution.padding, str)
+        and convolution.bias is not None
+    )
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The names of a residual block's children: relu(after(last(branch(x))) + shortcut(x)).
+
+    Where the shortcut is None it is x if `identity_if_none`, and else there is none.
+    """
+
+    branch: tuple[str, ...]
+    last: str
+    after: tuple[str, ...]
+    shortcut: str
+    relu: str
+    identity_if_none: bool = False
+
+
+# Exactly these: a subclass may do anything else.
+LAYOUTS: dict[type[nn.Module], _Layout] = {
+    BottleneckBlock: _Layout(
+        ("conv1_1x1", "conv2_kxk", "conv2b_kxk", "attn"), "conv3_1x1", ("attn_last", "drop_path"), "shortcut", "act"
+    ),
+    SelfAttnBlock: _Layout(
+        ("conv1_1x1", "conv2_kxk", "self_attn", "post_attn"), "conv3_1x1", ("drop_path",), "shortcut", "act"
+    ),
+    torchvision.models.resnet.BasicBlock: _Layout(
+        ("conv1", "bn1", "relu"), "conv2", ("bn2",), "downsample", "relu", identity_if_none=True
+    ),
+    torchvision.models.resnet.Bottleneck: _Layout(
+        ("conv1", "bn1", "relu", "conv2", "bn2", "relu"), "conv3", ("bn3",), "downsample", "relu", identity_if_none=True
+    ),
+}
+
+# Modules that call their children in order.
+SEQUENCES = (nn.Sequential, ConvNormAct, DownsampleAvg)
+
+
+class InferenceBlock(nn.Module):
+    """A residual block that ends in a `ConvolutionReLU`. Made by `fuse_for_inference`.
+
+    Its children and all else that it holds are those of the block whose place it takes.
+
+    Args:
+        block: A block of one of the types in `LAYOUTS`.
+        branch: The names of the children that make the branch, up to the last convolution.
+        last: The name of that convolution.
+    """
+
+    def __init__(self, block: nn.Module, branch: tuple[str, ...], last: str):
+        super().__init__()
+        vars(self).update(vars(block))
+        self.names = branch, last, LAYOUTS[type(block)].shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From (batch, channels, height, width) to the block's output."""
+        branch, last, name_of_shortcut = self.names
+        shortcut = getattr(self, name_of_shortcut)
+        residual = x if shortcut is None else shortcut(x)
+        for name in branch:
+            x = getattr(self, name)(x)
+        out: Tensor = self.get_submodule(last)(x, residual)
+        return out
+
+
+def fuse_blocks(chains: Chains, folded: Collection[nn.Module]) -> None:
+    """Replace each residual block in which nothing stands between its last convolution, the sum and the ReLU.
+
+    Args:
+        chains: Of the network.
+        folded: The convolutions that were made one with their norms.
+    """
+    for block in chains.modules(tuple(LAYOUTS)):
+        layout = LAYOUTS[type(block)]
+        last = _end(chains, getattr(block, layout.last))
+        if last not in folded or not takes_relu(last) or not _ends_in_relu(block, layout):
+            continue
+        assert last.bias is not None
+        shortcut = getattr(block, layout.shortcut)
+        end = None if shortcut is None else _end(chains, shortcut)
+        if end in folded and isinstance(end, nn.Conv2d) and end.bias is not None:
+            # Two biases of one sum are one. The shortcut's own would be a pass over its map.
+            last.bias.copy_(last.bias.double() + end.bias.double())
+            end.bias = None
+        name_of_last = next(name for name, module in block.named_modules() if module is last)
+        branch = _fuse_steps(chains, block, layout.branch, folded)
+        chains.replace(last, ConvolutionReLU(last))
+        chains.replace(block, InferenceBlock(block, branch, name_of_last))
+
+
+def _fuse_steps(
+    chains: Chains, block: nn.Module, names: tuple[str, ...], folded: Collection[nn.Module]
+) -> tuple[str, ...]:
+    """Make each convolution before a ReLU that the block uses in several places one with it; what is left to call."""
+    left: list[str] = []
+    waiting = None  # the convolution whose output has not changed since
+    for name in names:
+        module = getattr(block, name)
+        if type(module) is nn.ReLU and waiting is not None:
+            chains.replace(waiting, ConvolutionReLU(waiting))
+            continue
+        left.append(name)
+        if module in folded and takes_relu(module):
+            waiting = module
+        elif not _does_nothing(module):
+            waiting = None
+    return tuple(left)
+
+
+def _ends_in_relu(block: nn.Module, layout: _Layout) -> bool:
+    """Whether a ReLU follows the sum of the last convolution's output and a shortcut, and nobody looks on."""
+    relu = getattr(block, layout.relu)
+    return (
+        type(relu) is nn.ReLU
+        and not has_hooks(relu)
+        and all(_does_nothing(getattr(block, name)) for name in layout.after)
+        and (getattr(block, layout.shortcut) is not None or layout.identity_if_none)
+        and "forward" not in vars(block)  # someone's own
+    )
+
+
+def _end(chains: Chains, module: nn.Module) -> nn.Module | None:
+    """The layer that makes a module's output, if nobody else calls or looks at what is on the way to it."""
+    while chains.is_single(module) and not has_hooks(module):
+        if type(module) not in SEQUENCES:
+            return module
+        working = [child for child in module.children() if not _does_nothing(child)]
+        if not working:
+            return None
+        module = working[-1]
+    return None
+
+
+def _does_nothing(module: nn.Module) -> bool:
+    return type(module) is nn.Identity and not has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether someone looks at what enters or leaves a module: then it keeps its place."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
