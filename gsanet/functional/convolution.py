@@ -6,6 +6,7 @@ autograd know.
 """
 
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def _is_for_operator(
     dilation: Sequence[int],
 ) -> bool:
     tensors = [x, weight, bias] if residual is None else [x, weight, bias, residual]
-    if not _is_on_gpu(x) or x.dtype not in DTYPES or x.dim() != 4 or torch.compiler.is_exporting():
+    if not _is_on_gpu(x) or x.dtype not in DTYPES or x.dim() != 4 or _is_exporting():
         return False
     if any(tensor.dtype != x.dtype or tensor.device != x.device for tensor in tensors):  # as autocast may leave them
         return False
@@ -68,6 +69,11 @@ def _is_for_operator(
 
 def _is_on_gpu(x: Tensor) -> bool:
     return x.is_cuda
+
+
+def _is_exporting() -> bool:
+    # Older versions of PyTorch say so while they compile as well.
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def _in_steps(
@@ -109,10 +115,11 @@ def fused_convolution_relu(
     out = None
     if key not in _refused and _may_use_cudnn():
         try:
-            if residual is None:
-                out = torch.cudnn_convolution_relu(x, weight, bias, *settings, 1)
-            else:
-                out = torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *settings, 1)
+            with _measured_choice():
+                if residual is None:
+                    out = torch.cudnn_convolution_relu(x, weight, bias, *settings, 1)
+                else:
+                    out = torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *settings, 1)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # no engine for this shape on this GPU, or no cuDNN at all
@@ -120,6 +127,11 @@ def fused_convolution_relu(
     if out is None:
         out = _in_steps(x, weight, bias, residual, *settings)
     return out.contiguous(memory_format=torch.channels_last)
+
+
+def _measured_choice() -> AbstractContextManager[None]:
+    """Have cuDNN time its engines at the first call with a shape, and keep the fastest."""
+    return torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=torch.backends.cudnn.allow_tf32)
 
 
 def _may_use_cudnn() -> bool:
