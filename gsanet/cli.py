@@ -564,8 +564,8 @@ def show_recipe(name: Annotated[str, typer.Argument(help="A name from `gsanet re
 
 @app.command()
 def demo(out: Annotated[Path, typer.Option(help="Where the two runs go.")] = Path("runs/quickstart")) -> None:
-    """Train a small GSA network and its convolutional twin on scanned digits, and set them side by side."""
-    from gsanet.train.demo import train_pair
+    """Train a small GSA network and its convolutional twin on scanned digits; then look at a photograph."""
+    from gsanet.train.demo import look_at_photograph, train_pair
 
     pair = train_pair(out)
     table = Table(
@@ -586,6 +586,11 @@ def demo(out: Annotated[Path, typer.Option(help="Where the two runs go.")] = Pat
     for command in ("predict {scans}", "explain {scans}/3.png --at 4,3 --stage 2", "explore"):
         line = f"  gsanet {command.format(scans=pair.scans)} --run {run}"
         console.print(escape(line), soft_wrap=True, highlight=False)
+    look = look_at_photograph(out)
+    console.print("\nA photograph, by the network whose weights come with the package:", highlight=False)
+    for part in _show_predictions([look.prediction]):
+        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+    console.print(f"Where a pixel of the roof looks in {look.module}: {look.picture}", highlight=False, soft_wrap=True)
 
 
 RunOption = Annotated[Path | None, typer.Option("--run", help="A run directory of `gsanet train`; its best weights.")]

@@ -162,6 +162,8 @@ class Classifier:
         if not inputs:
             return []
         probabilities = self.model(torch.stack(list(inputs)).to(self.device)).float().softmax(1).cpu()
+        if not probabilities.isfinite().all():
+            raise ValueError(f"the outputs of {self.name} are not finite numbers: train it for longer, or more gently")
         best = probabilities.topk(min(top, probabilities.shape[1]))
         return [
             tuple(Guess(label, self._class_name(label), value) for label, value in zip(labels, values, strict=True))
@@ -186,7 +188,7 @@ def load_classifier(
         model: Without a run: the network's name. Not needed for weights that say it themselves.
         weights: Without a run: a safetensors file. Where its metadata say what it is (see `gsanet.models.described`),
             they are followed; else the network's own settings are taken, and classes are numbers. Without weights:
-            those that come with this package, of `gsa_resnet26_tiny` where no network is named.
+            those that come with this package, of `gsa_resnet35_tiny` where no network is named.
         overrides: Values set over the recipe's, such as `img_size` or `data.mean`.
         device: Where to. Default: the GPU if there is one.
     """

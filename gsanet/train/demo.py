@@ -1,4 +1,7 @@
-"""The quickstart: a GSA network and its convolutional twin on the same digits, side by side."""
+"""The quickstart: a GSA network and its convolutional twin on the same digits, side by side; then a photograph.
+
+The photograph is scikit-learn's; what it shows is said by the network whose weights come with the package.
+"""
 
 import shutil
 from dataclasses import dataclass
@@ -7,7 +10,9 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from gsanet.explain.image import explain_image, place_of
 from gsanet.models import count_flops, count_parameters
+from gsanet.predict import Prediction, load_classifier, predict_images
 from gsanet.train.data.shards import Shards
 from gsanet.train.data.sources import open_digits
 from gsanet.train.engine import make_model, train
@@ -16,6 +21,7 @@ from gsanet.train.report import draw_curves
 from gsanet.train.run_directory import RECIPE
 
 PAIR = ("gsa_resnet26_tiny", "conv_resnet26_tiny")
+ROOF = (320, 190)  # a pixel of the photograph
 
 
 @dataclass(frozen=True)
@@ -80,3 +86,29 @@ def first_scans() -> dict[int, Image.Image]:
         image, digit = held_out.open(index)
         found.setdefault(digit, image)
     return found
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the shipped network takes a photograph for, and the picture of where one of its pixels looks."""
+
+    prediction: Prediction
+    module: str
+    picture: Path
+
+
+def look_at_photograph(out: Path) -> Look:
+    """Predict and explain a photograph, saved in `out` with the picture of where the network looked."""
+    from sklearn.datasets import load_sample_image
+
+    from gsanet.explain.figure import draw
+
+    out.mkdir(parents=True, exist_ok=True)
+    photograph, picture = out / "photograph.png", out / "photograph-explain.png"
+    image = Image.fromarray(load_sample_image("china.jpg"))
+    image.save(photograph)
+    classifier = load_classifier()
+    found = explain_image(classifier, image, ROOF, stage=2)
+    draw(found, picture)
+    (prediction,) = predict_images(classifier, [photograph], top=3)
+    return Look(prediction, place_of(found.explanation.module), picture)

@@ -19,3 +19,6 @@ def test_the_demo_learns_and_shows_both_networks(tmp_path):
     assert (tmp_path / "curves.png").exists()
     assert sorted(file.stem for file in (tmp_path / "scans").iterdir()) == list("0123456789")
     assert "gsanet predict" in result.output
+    # The temple of scikit-learn's photograph; CIFAR-100 has no temple.
+    assert "castle" in result.output
+    assert (tmp_path / "photograph-explain.png").read_bytes().startswith(b"\x89PNG")

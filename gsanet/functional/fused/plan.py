@@ -99,7 +99,10 @@ def plan_line(
     """
     if backward and length > BAND:
         return None
-    for heads, lines_at_once in _cuts(shape.heads, 8 if not backward and length <= SHORT else 16):
+    pairs = 8 if not backward and length <= SHORT else 16
+    while not backward and pairs > 2 and lines * shape.heads < pairs * machine.multiprocessors:
+        pairs //= 2  # a batch of few images: rather half-empty products than idle multiprocessors
+    for heads, lines_at_once in _cuts(shape.heads, pairs):
         if features.get("pool") and lines_at_once % 2:
             continue
         shared = _line_memory(shape, length, heads, lines_at_once, backward, features.get("content_keys", False))
@@ -138,15 +141,14 @@ def plan_line(
 
 
 def _cuts(heads: int, pairs: int) -> list[tuple[int, int]]:
-    """(heads, lines) of a block, so many pairs of them if that can be, and fewer where they do not fit."""
-    divisors = [divisor for divisor in range(min(heads, pairs), 0, -1) if heads % divisor == 0]
-    whole = divisors[0]
-    cuts = [
-        (whole, lines) for lines in range(pairs // whole, 0, -1) if lines in (1, 2, 4, 8) or lines == pairs // whole
-    ]
-    if whole == pairs and whole % 2 == 0:
-        cuts.append((whole // 2, 2))  # lines come in twos where they are pooled
-    return cuts + [(divisor, 1) for divisor in divisors[1:]]
+    """(heads, lines) of a block, so many pairs of them if that can be, and fewer where they do not fit.
+
+    Where lines are pooled they come in twos.
+    """
+    whole, *others = [divisor for divisor in range(min(heads, pairs), 0, -1) if heads % divisor == 0]
+    most = pairs // whole
+    cuts = [(whole, lines) for lines in range(most, 0, -1) if lines in (1, 2, 4, 8, most)]
+    return cuts + [(divisor, lines) for divisor in others for lines in (2, 1)]
 
 
 def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bool, content_keys: bool) -> int:
@@ -199,6 +201,8 @@ def plan_context(
     """The sums over pixels of content attention, and how their pieces are combined if there are several."""
     widest = max(shape.key, shape.value)
     heads = max(n for n in range(1, shape.heads + 1) if shape.heads % n == 0 and (n == 1 or n * widest <= 64))
+    while heads > 1 and images * shape.heads < heads * machine.multiprocessors:
+        heads = max(n for n in range(1, heads) if shape.heads % n == 0)  # few images: more blocks
     most = 16384 // max(64, heads * widest)
     pieces = 1 if pixels <= most else -(-2 * pixels // most)  # small ones leave room for several blocks
     while (shared := _context_memory(shape, heads, -(-pixels // pieces))) > machine.shared_memory:

@@ -6,6 +6,7 @@ compiled kernels are kept (see `gsanet.functional.fused.compiler`).
 """
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,9 +63,13 @@ def launches(planned, network: str) -> list[Launch]:
 
 @pytest.mark.parametrize("architecture", MACHINES)
 def test_kernels_of_the_networks_compile_and_fit(planned, architecture):
-    machine = planned.machine = MACHINES[architecture]
-    # All networks at once: many of their kernels are the same, and none is compiled twice.
-    plans = list(dict.fromkeys(plan for name in NETWORKS for plan in launches(planned, name)))
+    machine = MACHINES[architecture]
+    plans: dict[Launch, None] = {}
+    # One image on all multiprocessors is cut as one is; one image on one of them as a large batch on all.
+    for multiprocessors in (machine.multiprocessors, 1):
+        planned.machine = replace(machine, multiprocessors=multiprocessors)
+        # All networks at once: many of their kernels are the same, and none is compiled twice.
+        plans.update(dict.fromkeys(plan for name in NETWORKS for plan in launches(planned, name)))
     binaries = compile_all([plan.kernel for plan in plans], architecture, workers=2)
     assert {plan.kernel.entry for plan in plans} == {
         "line_forward", "line_backward", "context_partial", "context_combine", "context_gradient",

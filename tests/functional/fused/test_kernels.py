@@ -921,6 +921,25 @@ def test_on_a_small_card(kernels, dtype):
     check_function(kernels, content_attention, *[(2, 14, 14, 16, 4)] * 3, dtype=dtype)
 
 
+@pytest.mark.parametrize("kernels", ["host"], indirect=True)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_few_images_on_a_large_card(kernels, stride):
+    """One image is cut into more and smaller blocks, so that every multiprocessor has something to do."""
+    size = (14, 20)
+    grids = {}
+    for multiprocessors in (1, 132):
+        kernels.machine = Machine(multiprocessors, 227 * 1024, 228 * 1024)
+        kernels.launched.clear()
+        check_module(kernels, make_module(BF16, 64, size, stride=stride).train(), BF16, 1, size)
+        grids[multiprocessors] = {
+            plan.kernel.entry: dict(plan.kernel.constants)["HEADS"] * dict(plan.kernel.constants)["LINES"]
+            for plan in kernels.launched
+            if plan.kernel.entry in ("line_forward", "context_partial")
+        }
+    assert grids[1] == {"line_forward": 16, "context_partial": 8}
+    assert grids[132] == {"line_forward": 2, "context_partial": 1}
+
+
 # --- Training.
 
 
