@@ -322,6 +322,7 @@ def run_paper(
     results: ResultsFolder = Path("results"),
     stop_after: Annotated[float | None, typer.Option(help="Save and stop after so many seconds.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
+    graphs: Annotated[bool, typer.Option("--graphs", help="Use CUDA graphs.")] = False,
     commit: Annotated[str, typer.Option(help="The commit that runs. Default: the checkout's.")] = "",
 ) -> None:
     """Make the experiments that stand for the paper's; those with results are not made again, cut ones go on."""
@@ -337,6 +338,7 @@ def run_paper(
         results=results,
         stop_after=stop_after,
         compile=compile,
+        graphs=graphs,
         commit=commit,
         say=lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False),
     )

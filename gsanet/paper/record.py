@@ -23,7 +23,7 @@ from gsanet.train.state import Progress
 
 MEMORY = "memory.json"
 # What a machine decides, and no result depends on.
-PLACES = ("weights", "compile", "checkpoint_minutes", "checkpoint_steps", "timeout_minutes")
+PLACES = ("weights", "compile", "cuda_graphs", "checkpoint_minutes", "checkpoint_steps", "timeout_minutes")
 DATA_PLACES = ("path", "workers", "in_memory")
 
 

@@ -28,6 +28,7 @@ from gsanet.paper.results import Run, read_results
 from gsanet.provenance import package_commit
 from gsanet.train import checkpoint
 from gsanet.train.checkpoint import replace_file
+from gsanet.train.data.memory import decoded_once
 from gsanet.train.engine import Result, train
 from gsanet.train.recipe import Recipe, make_recipe
 from gsanet.train.report import duration
@@ -92,6 +93,7 @@ def run_experiments(
     *,
     stop_after: float | None = None,
     compile: bool = False,
+    graphs: bool = False,
     say: Callable[[str], None] = print,
 ) -> int:
     """Make experiments one after the other; those with results are passed over.
@@ -102,6 +104,7 @@ def run_experiments(
         commit: The state of the source that is running.
         stop_after: Save and stop after so many seconds.
         compile: Use torch.compile; what it cannot compile runs as it is.
+        graphs: Use CUDA graphs on a GPU.
         say: Called with a line about each run.
 
     Returns:
@@ -122,7 +125,7 @@ def run_experiments(
             break
         say(f"{name}: {experiment.network}, from step {place.steps_done(experiment):,} of {experiment.steps:,}")
         try:
-            result = _train(experiment, place, left, compile)
+            result = _train(experiment, place, left, compile, graphs)
         except DivergedError as error:
             say(f"{name}: {error}")
             failed = 1
@@ -180,10 +183,11 @@ def _rate(place: Place) -> float | None:
     return work / sum(seconds for _, seconds, _ in timed) if timed else None
 
 
-def _train(experiment: Experiment, place: Place, stop_after: float | None, compile: bool) -> Result:
+def _train(experiment: Experiment, place: Place, stop_after: float | None, compile: bool, graphs: bool) -> Result:
     """Begin a run, or go on with it."""
     out = place.run(experiment.name)
-    here: dict[str, Any] = {"data.path": place.data_path(experiment.dataset), "compile": compile}
+    data_path = place.data_path(experiment.dataset)
+    here: dict[str, Any] = {"data.path": data_path, "compile": compile, "cuda_graphs": graphs}
     if experiment.weights:
         here["weights"] = str(place.weights(experiment.weights))
     resume = (out / RECIPE).exists()
@@ -243,6 +247,7 @@ def run_command(
     results: Path = RESULTS,
     stop_after: float | None = None,
     compile: bool = False,
+    graphs: bool = False,
     commit: str = "",
     say: Callable[[str], None] = print,
 ) -> int:
@@ -263,7 +268,10 @@ def run_command(
     commit = commit or package_commit() or ""
     if not commit:
         raise ValueError("results name the commit that made them, and this is no checkout: say which, --commit HASH")
-    return run_experiments(experiments, place, commit, stop_after=stop_after, compile=compile, say=say)
+    with decoded_once():
+        return run_experiments(
+            experiments, place, commit, stop_after=stop_after, compile=compile, graphs=graphs, say=say
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -278,6 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of results")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="save and stop after so long")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
+    parser.add_argument("--graphs", action="store_true", help="use CUDA graphs")
     parser.add_argument("--commit", default="", help="the commit that runs; default: the checkout's")
     options = vars(parser.parse_args(arguments))
     try:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from gsanet.models.registry import check_name
 from gsanet.train import checkpoint
 from gsanet.train.data import Data, open_data
 from gsanet.train.evaluate import Evaluation, autocast, evaluate
+from gsanet.train.graph import GraphedStep
 from gsanet.train.interrupt import Interrupt
 from gsanet.train.recipe import Recipe
 from gsanet.train.report import Reporter, draw_curves, duration
@@ -111,11 +113,12 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False, stop_after: flo
     network = accelerator.prepare_model(model)
     if recipe.compile:
         network = torch.compile(network)
+    graph, no_graph = make_graph(recipe, network, micro_steps, accelerator, mix)
 
     progress, log = state.progress, StepLog(accelerator)
     began, saved_at = time.perf_counter() - progress.seconds, time.perf_counter()
     with Interrupt(deadline) as interrupt, Reporter(out, progress.step, total_steps, is_main) as reporter:
-        for line in (data.description, loaded, *damage):
+        for line in (data.description, loaded, *damage, no_graph):
             if line:
                 reporter.say(line)
         reporter.say(
@@ -131,7 +134,7 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False, stop_after: flo
             while progress.step < epoch_end and not stop:
                 lr = learning_rate(recipe, progress.step, steps_per_epoch, total_steps)
                 seed_all(recipe.seed, progress.step, accelerator.process_index)
-                loss = train_step(network, state.optimizer, lr, batches, micro_steps, recipe, accelerator, mix)
+                loss = train_step(network, state.optimizer, lr, batches, micro_steps, recipe, accelerator, mix, graph)
                 progress.step += 1
                 if state.ema is not None:
                     state.ema.update(model, progress.step)
@@ -253,8 +256,10 @@ def train_step(
     recipe: Recipe,
     accelerator: Accelerator,
     mix: Mixup | None,
+    graph: GraphedStep | None = None,
 ) -> Tensor:
     """One optimizer step over the next batch; returns this process's mean loss, still on the device."""
+    compute = graph or partial(differentiate, network, recipe, micro_steps, accelerator, mix)
     total = torch.zeros((), device=accelerator.device)
     for part in range(micro_steps):
         images, labels = next(batches)
@@ -262,19 +267,44 @@ def train_step(
             images, labels = mix(images, labels)
         is_last = part == micro_steps - 1
         with nullcontext() if is_last else accelerator.no_sync(network):  # processes add up gradients only once
-            with autocast(accelerator.device, recipe.precision):
-                logits = network(images)
-            smoothing = 0.0 if mix else recipe.label_smoothing
-            loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing) / micro_steps
-            loss.backward()
-        total += loss.detach()
+            total += compute(images, labels).detach()
     for group in optimizer.param_groups:
         group["lr"] = lr
     if recipe.clip_grad:
         nn.utils.clip_grad_norm_(network.parameters(), recipe.clip_grad)
     optimizer.step()
-    optimizer.zero_grad()
+    if graph is None:  # a graph writes over them
+        optimizer.zero_grad()
     return total
+
+
+def differentiate(
+    network: nn.Module,
+    recipe: Recipe,
+    micro_steps: int,
+    accelerator: Accelerator,
+    mix: Mixup | None,
+    images: Tensor,
+    labels: Tensor,
+) -> Tensor:
+    """The loss of one part of a batch, as its share of the whole, with its gradients added to those that are there."""
+    with autocast(accelerator.device, recipe.precision):
+        logits = network(images)
+    smoothing = 0.0 if mix else recipe.label_smoothing
+    loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing) / micro_steps
+    loss.backward()
+    return loss
+
+
+def make_graph(
+    recipe: Recipe, network: nn.Module, micro_steps: int, accelerator: Accelerator, mix: Mixup | None
+) -> tuple[GraphedStep | None, str]:
+    """Forward and backward pass as a CUDA graph, if the recipe asks for it; or a line that says why not."""
+    if not recipe.cuda_graphs or accelerator.device.type != "cuda":
+        return None, ""
+    if micro_steps > 1 or accelerator.num_processes > 1:
+        return None, "cuda_graphs is for one GPU that computes a batch at once: it is not used here"
+    return GraphedStep(network, partial(differentiate, network, recipe, micro_steps, accelerator, mix)), ""
 
 
 def take_in(

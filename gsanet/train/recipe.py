@@ -55,6 +55,8 @@ class Recipe:
         sync_bn: Batch normalisation over the batch of all GPUs.
         precision: On GPUs; a CPU always computes in fp32.
         compile: Use torch.compile.
+        cuda_graphs: On one GPU, launch forward and backward pass as one CUDA graph: where images are small, launching
+            kernels one by one takes longer than computing.
         seed: Of the weights, the data order, the augmentation and everything else random.
         evaluate_epochs: The held-out images are evaluated after every so many epochs, and at the end.
         checkpoint_minutes: A checkpoint is written with each evaluation and whenever this much time has passed.
@@ -91,6 +93,7 @@ class Recipe:
     sync_bn: bool = False
     precision: Literal["bf16", "fp32"] = "bf16"
     compile: bool = False
+    cuda_graphs: bool = False
     seed: int = 0
     evaluate_epochs: int = 1
     checkpoint_minutes: float = 10.0

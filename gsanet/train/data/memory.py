@@ -1,7 +1,8 @@
 """The path for small images: decoded once, kept as uint8 on the device, augmented there by the batch."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from gsanet.train.data.augment import Ints, Views, evaluation_views, render, ren
 from gsanet.train.data.damage import Damage, decode
 from gsanet.train.data.loader import Batch, Normalise, iterate
 from gsanet.train.data.settings import DataSettings, Plan
-from gsanet.train.data.sources import Source
+from gsanet.train.data.sources import FolderSource, Source
 
 MAX_SIDE = 128  # pixels; larger images take the other path unless told otherwise
 MAX_BYTES = 4 * 2**30
@@ -133,10 +134,34 @@ class Chunks(Dataset):
         return images, labels, damaged, True
 
 
-def _decode_all(
-    source: Source, plan: Plan, damage: Damage, size: tuple[int, int], resize: bool
-) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
-    """Images, labels, and which of them are sound."""
+Decoded = tuple[Tensor, Tensor, NDArray[np.bool_]]  # images, labels, and which of them are sound
+_kept: dict[Hashable, Decoded] | None = None
+
+
+@contextmanager
+def decoded_once() -> Iterator[None]:
+    """Keep the images of folders as long as this lasts, so that several runs on the same ones decode them once."""
+    global _kept
+    before, _kept = _kept, {}
+    try:
+        yield
+    finally:
+        _kept = before
+
+
+def _decode_all(source: Source, plan: Plan, damage: Damage, size: tuple[int, int], resize: bool) -> Decoded:
+    if _kept is None or not isinstance(source, FolderSource):
+        return _decode(source, plan, damage, size, resize)
+    key = (source.paths.tobytes(), size, resize)
+    if key in _kept:
+        (damaged,) = (~_kept[key][2]).nonzero()
+        damage.add(source.name(sample) for sample in damaged.tolist())
+    else:
+        _kept[key] = _decode(source, plan, damage, size, resize)
+    return _kept[key]
+
+
+def _decode(source: Source, plan: Plan, damage: Damage, size: tuple[int, int], resize: bool) -> Decoded:
     images = torch.empty(len(source), size[0], 3, size[1], dtype=torch.uint8)
     labels = torch.empty(len(source), dtype=torch.int64)
     good = np.ones(len(source), bool)

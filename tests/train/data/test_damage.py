@@ -6,7 +6,7 @@ import pytest
 import torch
 from pictures import UNTOUCHED, joined, numbers, open_small, same, write_folder, write_shards
 
-from gsanet.train.data import DamagedDataError
+from gsanet.train.data import DamagedDataError, memory
 
 HOW = {
     "truncated": lambda data: data[: len(data) // 2],
@@ -95,3 +95,18 @@ def test_both_paths_replace_alike(folder):
     for (images, labels), (same_images, same_labels) in zip(memory.batches(0), loader.batches(0), strict=True):
         assert torch.equal(labels, same_labels)
         assert (images - same_images).abs().max() * 0.229 * 255 < 1.5
+
+
+def test_images_are_decoded_once_where_that_is_asked_for(folder, monkeypatch):
+    """The second time, nothing is read, and what was damaged is named again."""
+    next((folder / "train").glob("*/*.png")).write_bytes(b"this is no image")
+    decoded = []
+    real = memory.decode
+    monkeypatch.setattr(memory, "decode", lambda open_image: (decoded.append(1), real(open_image))[1])
+    with memory.decoded_once():
+        first, second = (open_small(folder, "memory", max_bad_fraction=0.5) for _ in range(2))
+        assert same(first.train.batches(0), second.train.batches(0))
+        assert len(decoded) == first.train.num_samples
+    assert first.bad_files() == second.bad_files() != []
+    list(open_small(folder, "memory", max_bad_fraction=0.5).train.batches(0))
+    assert len(decoded) == 2 * first.train.num_samples
