@@ -63,7 +63,7 @@ def test_paper_tables(tmp_path):
         (["bench", "--models", "nothing*"], "no network matches 'nothing*'"),
         (["bench", "--dtype", "float8"], "dtype must be one of float32, bfloat16, float16, got 'float8'"),
         (["bench", "--out", "nowhere/bench.json"], "there is no folder nowhere to write bench.json into"),
-        (["bench", "--models", "gsa*tiny", "--plot", "plot.png"], "nothing to draw: no accuracy of these networks"),
+        (["bench", "--models", "gsa*26_tiny", "--plot", "plot.png"], "nothing to draw: no accuracy of these networks"),
         (["paper", "table2", "--results", "nowhere"], "no folder of results at nowhere"),
         (["info", "gsa_resnet5"], "unknown model 'gsa_resnet5': did you mean 'gsa_resnet50'?"),
         (["info", "gsa_resnet50", "--img-size", "big"], "image size must be like 224 or 160x96, got 'big'"),

@@ -42,7 +42,7 @@ def trained(model):
 
 def create(name, **kwargs):
     """A network of few blocks, whose norms all matter."""
-    depths = {"tiny": (1, 2), "san": (1, 2, 1)}
+    depths = {"tiny": (1, 2, 1), "san": (1, 2, 1)}
     options = {"depths": next((d for key, d in depths.items() if key in name), (1, 2, 1, 1))}
     options |= {"nonlocal": {"after": {2: (1, 2)}}, "a2": {"after": {2: (1,), 3: (1,)}}}.get(name.split("_")[0], {})
     options |= {"ea": {"after": {1: (1,), 2: (2,)}}, "cgnl": {"after": {3: (1,)}}}.get(name.split("_")[0], {})

@@ -11,10 +11,13 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from PIL import Image
+from sklearn.datasets import load_sample_image
 
 import gsanet
 from gsanet.models.described import read_description
 from gsanet.pack import pack
+from gsanet.predict import load_classifier
 
 PACKAGE = Path(gsanet.__file__).parent
 NAME = "gsa_resnet26_tiny"
@@ -41,7 +44,7 @@ def logits(model, size=8):
 def test_a_file_says_what_it_is(packed, run):
     found = read_description(packed)
     assert found.model == NAME
-    assert found.options == {"depths": [1, 1, 1], "width": 0.25}
+    assert found.options == {"depths": [1, 1, 1], "width": 0.25, "conv_init": "pytorch"}
     assert found.classes == [str(digit) for digit in range(10)]
     assert (found.license, found.note) == ("mit", "the scans are public")
     assert found.metrics["on"] == "the 360 held-out images of digits"
@@ -160,7 +163,11 @@ assert all(torch.equal(a, b) for a, b in zip(made.state_dict().values(), same.st
 assert not torch.equal(made.head.fc.weight, gsanet.create_model({NAME!r}).head.fc.weight)
 assert made.pretrained_cfg["label_names"] == tuple("0123456789")
 assert timm.create_model({NAME!r}, pretrained=True, num_classes=3, img_size=16).num_classes == 3
-for arguments in (["models", {NAME!r}], ["predict", {str(digit)!r}], ["eval", "--model", {NAME!r}, "--data", "digits"]):
+for arguments in (
+    ["models", {NAME!r}],
+    ["predict", {str(digit)!r}, "--model", {NAME!r}],
+    ["eval", "--model", {NAME!r}, "--data", "digits"],
+):
     sys.argv = ["gsanet", *arguments]
     try:
         main()
@@ -173,3 +180,19 @@ for arguments in (["models", {NAME!r}], ["predict", {str(digit)!r}], ["eval", "-
     assert "% top-1 on the 360 held-out images of digits" in done.stdout
     assert "360" in done.stdout
     assert "Also in" not in done.stdout
+
+
+def test_the_weights_that_ship():
+    """Small, complete, and as good as they say: a network of 100 classes that knows a temple when it sees one."""
+    name = "gsa_resnet35_tiny"
+    file = PACKAGE / "models" / "weights" / f"{name}.safetensors"
+    assert file.stat().st_size <= 6_000_000
+    found = read_description(file)
+    assert (len(found.classes), found.metrics["images"]) == (100, 10_000)
+    assert found.metrics["top1"] > 78
+    model = timm.create_model(name, pretrained=True)
+    assert gsanet.count_parameters(model) <= 3_000_000
+    assert model.pretrained_cfg["label_names"] == tuple(found.classes)
+    assert model.pretrained_cfg["mean"] == (0.5071, 0.4866, 0.4409)
+    (guesses,) = load_classifier().predict([Image.fromarray(load_sample_image("china.jpg"))])
+    assert {"castle", "house"} <= {guess.name for guess in guesses}

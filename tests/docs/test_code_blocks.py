@@ -95,8 +95,9 @@ def check_line(words, program):
         case ["make", target]:
             assert f"\n{target}:" in (ROOT / "Makefile").read_text()
         case ["pip", "install", what]:
-            extra = re.fullmatch(r"(?:gsanet|\.)\[(\w+)]", what)[1]
-            assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text()
+            extras = re.fullmatch(r"(?:gsanet|\.)\[([\w,]+)]", what)[1]
+            for extra in extras.split(","):
+                assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text()
         case ["source", ".venv/bin/activate"]:
             pass
         case _:

@@ -92,7 +92,7 @@ def test_mistakes_are_one_line(gsanet, digits_run, digit, tmp_path):
         (["--at", "8,0", *run], "8,0 lies outside of the image: X goes from 0 to 7"),
         (["--at", "-1,0", *run], "-1,0 lies outside of the image"),
         (["--at", "middle", *run], "--at takes a pixel as X,Y, such as 120,64, got 'middle'"),
-        (["--at", "1,1"], "say which network"),
+        (["--at", "1,1", "--model", "gsa_resnet50"], "say which network"),
         (["--at", "1,1", "--run", digits_run / "conv_resnet26_tiny"], "conv_resnet26_tiny has no GSA modules"),
         (["--at", "1,1", *run, "--stage", 4], "stage 4 of gsa_resnet26_tiny has no GSA modules"),
         (["--at", "1,1", *run, "--head", 9], "head must be from 1 to 8, got 9"),

@@ -96,7 +96,7 @@ def test_mistakes_are_one_line(gsanet, digits_run, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for arguments, words in (
-            ([], "say which network"),
+            (["--model", "gsa_resnet50"], "say which network"),
             (["--run", tmp_path / "none"], "there is no run directory"),
             (["--run", digits_run / "conv_resnet26_tiny"], "conv_resnet26_tiny has no GSA modules"),
             ([*run, "--port", port], f"cannot listen at 127.0.0.1, port {port}: Address already in use"),

@@ -449,7 +449,7 @@ def test_listing():
     assert set(COUNTS) < set(NAMES)
     assert gsanet.list_models("gsa_m*") == ["gsa_m_resnet50"]
     assert set(NAMES) <= set(timm.list_models())
-    assert gsanet.list_models(pretrained=True) == []
+    assert gsanet.list_models(pretrained=True) == ["gsa_resnet35_tiny"]
 
 
 def test_names_do_not_shadow_timms():

@@ -53,7 +53,7 @@ def test_the_runs_can_be_made():
         assert matrix()[name].flops > 4e8
     gsa38 = matrix()["gsa38"]
     assert gsa38.steps == 20 * (100_000 // 512)
-    assert gsa38.recipe.model_kwargs == {"stem": "7x7/2", "zero_init_last": False}
+    assert gsa38.recipe.model_kwargs == {"stem": "7x7/2", "conv_init": "pytorch"}
 
 
 def test_the_changed_modules_differ_in_what_they_say():
