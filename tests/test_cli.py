@@ -5,7 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from result_files import RUN
+from typer.testing import CliRunner
+
+from gsanet.cli import app
 
 
 def gsanet(*arguments, code=0):
@@ -17,9 +21,23 @@ def gsanet(*arguments, code=0):
 def test_help_and_version():
     from gsanet import __version__
 
-    for command in ([], ["models"], ["info"], ["bench"], ["paper"], ["paper", "structure"], ["paper", "table3"]):
-        assert "Usage" in gsanet(*command, "--help")
+    assert "Usage" in gsanet("--help")
     assert gsanet("--version").strip() == __version__
+
+
+def commands(group, *words):
+    yield words
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, *words, name)
+
+
+def test_every_command_explains_itself():
+    found = list(commands(typer.main.get_command(app)))
+    assert ("paper", "run") in found
+    for words in found:
+        result = CliRunner().invoke(app, [*words, "--help"])
+        assert result.exit_code == 0, words
+        assert "Usage" in result.output, words
 
 
 def test_models():
