@@ -44,7 +44,7 @@ def logits(model, size=8):
 def test_a_file_says_what_it_is(packed, run):
     found = read_description(packed)
     assert found.model == NAME
-    assert found.options == {"depths": [1, 1, 1], "width": 0.25, "conv_init": "pytorch"}
+    assert found.options == {"depths": [1, 1, 1], "width": 0.25}
     assert found.classes == [str(digit) for digit in range(10)]
     assert (found.license, found.note) == ("mit", "the scans are public")
     assert found.metrics["on"] == "the 360 held-out images of digits"

@@ -48,13 +48,7 @@ def convolution_relu(
 
 
 def _is_for_operator(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    residual: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *settings: Sequence[int]
 ) -> bool:
     tensors = [x, weight, bias] if residual is None else [x, weight, bias, residual]
     if not _is_on_gpu(x) or x.dtype not in DTYPES or x.dim() != 4 or _is_exporting():
@@ -64,7 +58,7 @@ def _is_for_operator(
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
     # A residual that is spread over the map is PyTorch's business.
-    return residual is None or tuple(residual.shape) == _shape(x, weight, stride, padding, dilation)
+    return residual is None or tuple(residual.shape) == _shape(x, weight, *settings)
 
 
 def _is_on_gpu(x: Tensor) -> bool:
@@ -76,16 +70,9 @@ def _is_exporting() -> bool:
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
-def _in_steps(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    residual: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
-    out = F.conv2d(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation))
+def _in_steps(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *settings: Sequence[int]) -> Tensor:
+    stride, padding, dilation = map(tuple, settings)
+    out = F.conv2d(x, weight, bias, stride, padding, dilation)
     return (out if residual is None else out + residual).relu_()
 
 
@@ -141,16 +128,8 @@ def _may_use_cudnn() -> bool:
 
 
 @fused_convolution_relu.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    residual: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
-    batch, channels, height, width = _shape(x, weight, stride, padding, dilation)
+def _(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *settings: Sequence[int]) -> Tensor:
+    batch, channels, height, width = _shape(x, weight, *settings)
     return x.new_empty(batch, height, width, channels).permute(0, 3, 1, 2)
 
 

@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent / "weights"
 # What evaluation here resizes with.
 INTERPOLATION = "bilinear"
 # Options that train a network and are no part of what it is.
-TRAINING = {"drop_rate", "drop_path_rate", "zero_init_last"}
+TRAINING = {"drop_rate", "drop_path_rate", "zero_init_last", "conv_init"}
 
 
 @dataclass(frozen=True)

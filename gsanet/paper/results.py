@@ -39,22 +39,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from gsanet.models.described import TRAINING
 from gsanet.paper.printed import Network, PrintedRow, printed_tables
 
 FOLDER = Path("results")
 
 # Options that fit a network to its images or train it, and do not make it another row of a table.
-SETTINGS = {
-    "img_size",
-    "num_classes",
-    "in_chans",
-    "stem",
-    "drop_rate",
-    "drop_path_rate",
-    "keep_reach",
-    "zero_init_last",
-    "conv_init",
-}
+SETTINGS = {"img_size", "num_classes", "in_chans", "stem", "keep_reach", *TRAINING}
 DEFAULTS: dict[str, Any] = {"content": True, "column": True, "row": True, "groups": (1, 2, 3, 4)}
 
 
