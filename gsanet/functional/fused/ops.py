@@ -45,7 +45,7 @@ def positional_attention_gradient(
         return d_q, d_v, torch.zeros_like(rel)
     q, v, d_out = (calls.side_by_side(tensor) for tensor in (q, v, d_out))
     gradient = calls.attend_gradient(q, v, rel.contiguous(), d_out, _axis(axis), d_q, d_v)
-    return d_q, d_v, gradient.d_rel.to(rel.dtype)
+    return d_q, d_v, gradient.d_rel
 
 
 @positional_attention_gradient.register_fake
@@ -339,7 +339,7 @@ def _attention_map_gradient(
     )  # fmt: skip
     d_x = (d_projected @ weight).unflatten(0, (batch, height, width)).permute(0, 3, 1, 2)
     d_weight = d_projected.T @ _pixels(x)
-    return d_x, d_weight, columns.d_rel.to(rel_column.dtype), row.d_rel.to(rel_row.dtype), coefficients[3:5].clone()
+    return d_x, d_weight, columns.d_rel, row.d_rel, coefficients[3:5].clone()
 
 
 attention_map_gradient = torch.library.custom_op(
