@@ -17,12 +17,13 @@ from gsanet.functional.lean import fit_table
 from gsanet.inference_blocks import ConvolutionReLU, fuse_blocks, takes_relu
 from gsanet.inference_chains import Chains, has_hooks
 from gsanet.layers import GlobalSelfAttention
+from gsanet.layers.block_convolution import BlockConv2d
 from gsanet.layers.relative import RelativeTables
 
 __all__ = ["InferenceSelfAttention", "fuse_for_inference"]
 
 # Exactly these: a subclass may do anything else with its weights, such as standardise them first.
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv2dSame)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv2dSame, BlockConv2d)
 NORMS = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, FrozenBatchNorm2d,
 )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from gsanet.functional.convolution import convolution_relu
 from gsanet.inference_chains import Chains, has_hooks
+from gsanet.layers.block_convolution import BlockConv2d
 
 __all__ = ["ConvolutionReLU", "InferenceBlock"]
 
@@ -46,7 +47,8 @@ class ConvolutionReLU(nn.Conv2d):
 def takes_relu(convolution: nn.Module | None) -> TypeGuard[nn.Conv2d]:
     """Whether a convolution, its norm folded, can be a `ConvolutionReLU`."""
     return (
-        type(convolution) is nn.Conv2d
+        isinstance(convolution, nn.Conv2d)
+        and type(convolution) in (nn.Conv2d, BlockConv2d)
         and convolution.groups == 1  # for others cuDNN has slower kernels, or none
         and convolution.padding_mode == "zeros"
         and not isinstance(convolution.padding, str)

@@ -47,6 +47,8 @@ Norm: Any = _structure(
     blocks=c_int, channels=c_int, count=c_float, epsilon=c_float, fixed=c_int,
 )  # fmt: skip
 
+Table: Any = _structure("Table", partial=c_void_p, out=c_void_p, blocks=c_int, columns=c_int)
+
 
 def line_map(tensor: Tensor, axis: Axis) -> Map:
     """A map (batch, x, y, ...) with its lines along an axis."""

@@ -15,6 +15,7 @@ BAND = 64  # pixels of a line whose scores are held at a time
 LONGEST = 320  # pixels of a line
 SHORT = 16  # pixels of a line up to which more and smaller blocks are faster
 WIDTHS = range(4, 129)  # channels of a head
+ROW_WARPS = 16  # that share the sums of what other kernels' blocks left
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,20 @@ def _context_memory(shape: Shape, heads: int, length: int) -> int:
 @functools.cache
 def plan_norm(channels: int, entry: str) -> Launch:
     """The statistics of the batch norm (`norm_statistics`) or its gradients (`norm_gradient`)."""
-    return Launch(specialise("norm.cu", entry, WARPS=8, BLOCKS=1), (-(-channels // 8), 1), 256, 0)
+    return _plan_rows(specialise("norm.cu", entry, WARPS=ROW_WARPS, BLOCKS=1), channels, 2)
+
+
+@functools.cache
+def plan_table(dtype: torch.dtype, columns: int) -> Launch:
+    """The sum of what the blocks of a line layer's gradient left of the gradient of its table."""
+    kernel = specialise("table.cu", "table_gradient", SCALAR=SCALARS[dtype], WARPS=ROW_WARPS, BLOCKS=1)
+    return _plan_rows(kernel, columns, 1)
+
+
+def _plan_rows(kernel: Specialisation, columns: int, numbers: int) -> Launch:
+    """Sums over rows, `kernels/rows.cuh`, of so many numbers for each column."""
+    threads = 32 * ROW_WARPS
+    return Launch(kernel, (-(-columns // 32), 1), threads, numbers * threads * 4)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -186,6 +186,14 @@ DEVICE void multiply(float (&d)[4], const Left<T, DEPTH>& left, const Right<T, D
   multiply(d[0], d[1], d[2], d[3], left, right);
 }
 
+template <class T>
+DEVICE T to_scalar(float value) {
+  if constexpr (IS_FLOAT<T>)
+    return value;
+  else
+    return T{static_cast<unsigned short>(pack<T>(value, 0.f))};
+}
+
 // Two neighbouring scalars, the first at an even index.
 template <class T>
 DEVICE void store_two(T* where, float first, float second) {
