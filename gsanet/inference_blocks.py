@@ -1,10 +1,8 @@
 """Layers and residual blocks of networks for inference, in which a ReLU costs no pass over memory of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import torchvision
 from timm.layers import ConvNormAct
@@ -12,10 +10,8 @@ from timm.models.byobnet import BottleneckBlock, DownsampleAvg, SelfAttnBlock
 from torch import Tensor, fx, nn
 
 from gsanet.functional.convolution import convolution_relu
+from gsanet.inference_chains import Chains, has_hooks
 from gsanet.layers.block_convolution import BlockConv2d
-
-if TYPE_CHECKING:
-    from gsanet.inference import Chains
 
 __all__ = ["ConvolutionReLU", "InferenceBlock"]
 
@@ -192,8 +188,3 @@ def _end(chains: Chains, module: nn.Module) -> nn.Module | None:
 
 def _does_nothing(module: nn.Module) -> bool:
     return type(module) is nn.Identity and not has_hooks(module)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether someone looks at what enters or leaves a module: then it keeps its place."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)

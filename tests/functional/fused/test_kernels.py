@@ -6,7 +6,8 @@ there is one, on the GPU, with more and larger shapes. With any NVIDIA card of c
     python -m pytest -n 8 -k gpu tests/functional/fused/test_kernels.py
 
 Results of the kernels are allocated full of NaN, so that what a kernel leaves out shows. On the host each call is made
-three times, with the lanes, warps and blocks in different orders: a race shows as a different result.
+three times, with the lanes, warps and blocks in different orders: a race in global memory shows as a different result.
+One in shared memory is an error in any order.
 """
 
 import contextlib
