@@ -23,6 +23,7 @@ from gsanet.layers.relative import RelativeTables
 from gsanet.layers.stand_alone_attention import AttentionStem
 from gsanet.models.described import with_shipped
 from gsanet.models.fit import fit_pretrained
+from gsanet.models.stem import PooledStem
 from gsanet.suggest import suggest
 
 __all__ = ["NETWORKS", "GSAResNet", "ResNetSettings"]
@@ -184,9 +185,11 @@ class GSAResNet(ByobNet):
         self.img_size: Size | None = tuple(to_2tuple(img_size)) if img_size else None
 
     def _make_stem(self, stem: Stem, channels: int, factory: dict[str, Any]) -> None:
-        """Put what timm has no stem for in the place of its own."""
+        """Put what timm has no stem for, or a slower one, in the place of its own."""
         if stem == "3x3/1":
             self.stem.conv.stride = (1, 1)
+        elif stem == "7x7/2+maxpool":
+            self.stem = PooledStem(self.stem)
         elif stem == "attention/4":
             self.stem = AttentionStem(self.in_chans, channels, **factory)
         elif stem == "relation/2+maxpool":

@@ -1,8 +1,7 @@
 """Tensors in, tensors out: one function for each kernel, which plans, allocates and launches.
 
-Maps are (batch, x, y, head, channel) with the channels of a pixel side by side, or (batch, x, y, channel) in order where
-they have no heads. All results are new tensors unless an
-argument says otherwise; those that a kernel writes whole are not initialised.
+Maps are (batch, x, y, head, channel) with the channels of a pixel side by side; those without heads are contiguous. All
+results are new tensors unless an argument says otherwise; those that a kernel writes whole are not initialised.
 """
 
 import threading

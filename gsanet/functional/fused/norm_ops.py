@@ -13,9 +13,7 @@ from gsanet.functional.fused import calls
 
 
 @torch.library.custom_op("gsanet::channel_statistics", mutates_args=())
-def channel_statistics(
-    x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float
-) -> Tensor:
+def channel_statistics(x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
     """Of a batch norm: scale, shift, mean, 1 / standard deviation and variance, (5, channels) in float32.
 
     It has no gradient: what uses it has.

@@ -5,13 +5,28 @@ As in `test_kernels`, each test runs the kernels' own source on the host stand-i
     python -m pytest -n 8 -k gpu tests/functional/fused/test_norms.py
 """
 
+import copy
+
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
-from functional.fused.test_kernels import BF16, FLOAT, HALF, TOLERANCE, check_close, normal, same_bits
+from functional.fused.test_kernels import (
+    BF16,
+    FLOAT,
+    HALF,
+    check_close,
+    counting_compilations,
+    normal,
+    same_bits,
+)
+from timm.layers import convert_sync_batchnorm
+from timm.models import create_feature_extractor
 from torch import nn
 
-from gsanet.functional.fused import calls, norm_ops
+import gsanet
+from gsanet.functional import use_backend
+from gsanet.functional.fused import norm_ops, norms
 from gsanet.functional.fused.plan import Machine
 
 LAST = torch.channels_last
@@ -25,7 +40,10 @@ def affine(kernels, channels):
     """Weight, bias and centre of a norm; some weights are negative, one is zero."""
     weight = normal(channels, dtype=FLOAT, seed=5)
     weight[channels // 2] = 0.0
-    return [one.to(kernels.device) for one in (weight, normal(channels, dtype=FLOAT, seed=6), normal(channels, dtype=FLOAT, seed=7))]
+    return [
+        one.to(kernels.device)
+        for one in (weight, normal(channels, dtype=FLOAT, seed=6), normal(channels, dtype=FLOAT, seed=7))
+    ]
 
 
 def exact_statistics(x, weight, bias, epsilon):
@@ -59,7 +77,10 @@ def test_channel_statistics(kernels, dtype, shape):
     with kernels.running():
         found = norm_ops.channel_statistics(x, centre, weight, bias, 1e-3)
         for name, one, other in zip(
-            ("scale", "shift", "mean", "inverse", "variance"), found, exact_statistics(x, weight, bias, 1e-3), strict=True
+            ("scale", "shift", "mean", "inverse", "variance"),
+            found,
+            exact_statistics(x, weight, bias, 1e-3),
+            strict=True,
         ):
             check_close(name, one, other, FLOAT)
         assert kernels.entries == {"channel_sums", "norm_statistics"}
@@ -151,3 +172,269 @@ def test_norm_relu_max_pool(kernels, dtype, shape):
 @pytest.mark.parametrize("dtype", [FLOAT, BF16])
 def test_norm_relu_max_pool_without_weights(kernels, dtype):
     check_pool(kernels, dtype, (2, 16, 9, 10), with_norm=False)
+
+
+@pytest.mark.parametrize("kernels", ["host"], indirect=True)
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_norm_relu_max_pool_on_other_machines(kernels, multiprocessors):
+    """Threads walk down many rows of windows, or one."""
+    kernels.machine = Machine(multiprocessors, 227 * 1024, 228 * 1024)
+    check_pool(kernels, FLOAT, (2, 16, 37, 34))
+    check_pool(kernels, BF16, (20, 64, 35, 6))
+
+
+VIEWS = {
+    "channels first": lambda x: x.contiguous(),
+    "every second pixel": lambda x: x[:, :, ::2, ::2],
+    "not at 16 bytes": lambda x: x[:, 1:9],
+    "one number": lambda x: x[:1, :1, :1, :1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_strided_maps(kernels, view):
+    x = VIEWS[view](feature_map(kernels, FLOAT, 2, 16, 9, 10))
+    if view != "one number":  # a map of one number has no variance
+        check_pool(kernels, FLOAT, tuple(x.shape), x=x)
+        with kernels.running():
+            weight, bias, centre = affine(kernels, x.shape[1])
+            found = norm_ops.channel_statistics(x, centre, weight, bias, 1e-5)
+        check_close("statistics", found, exact_statistics(x, weight, bias, 1e-5), FLOAT)
+    d_out = VIEWS[view](feature_map(kernels, FLOAT, 2, 16, 9, 10, seed=3))
+    batch, channels, height, width = d_out.shape
+    check_pool(kernels, FLOAT, (batch, channels, 2 * height, 2 * width - 1), d_out=d_out)
+
+
+def test_of_equal_values_the_first_is_the_maximum(kernels):
+    """Few different values: most windows have several maxima, as they have in float64."""
+    x = normal(4, 16, 11, 10).round().to(kernels.device, FLOAT)
+    check_pool(kernels, FLOAT, tuple(x.shape), x=x)
+    check_pool(kernels, BF16, tuple(x.shape), x=x.to(BF16))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+def test_not_a_number_is_the_maximum(kernels, dtype):
+    x = feature_map(kernels, dtype, 2, 16, 8, 9)
+    x[1, 3, 4, 4] = float("nan")
+    weight, bias, centre = affine(kernels, 16)
+    with kernels.running():
+        out = norm_pool(x, weight, bias, centre)
+        assert out[:, 3].isnan().all()  # the statistics are those of a channel
+        others = [i for i in range(16) if i != 3]
+        assert out[:, others].isfinite().all()
+
+
+def make_norm(kernels, dtype=FLOAT, **options):
+    norm = nn.BatchNorm2d(16, **options)
+    if norm.affine:
+        nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(0))
+        nn.init.normal_(norm.bias, generator=torch.Generator().manual_seed(1))
+    return norm.to(kernels.device, dtype)
+
+
+NORMS = [
+    {},
+    {"affine": False},
+    {"track_running_stats": False},
+    {"momentum": None},
+    {"momentum": 0.0, "eps": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", NORMS, ids=str)
+def test_norm_and_pool_keep_running_statistics(kernels, options):
+    norm = make_norm(kernels, **options)
+    exact = copy.deepcopy(norm).double()
+    for seed in range(3):
+        x = 1 + feature_map(kernels, FLOAT, 2, 16, 7, 6, seed=seed)
+        with kernels.running():
+            assert norms.takes(x, norm)
+            out = norms.norm_relu_max_pool(x, norm)
+        check_close("output", out, F.max_pool2d(exact(x.double()).relu(), 3, 2, 1), FLOAT)
+    for name, buffer in norm.named_buffers():
+        check_close(name, buffer, dict(exact.named_buffers())[name], FLOAT)
+
+
+def stem_network(**options):
+    torch.manual_seed(0)
+    options = {"depths": (1, 1), "widths": (8, 8), "stem_width": 16, "num_classes": 4} | options
+    network = gsanet.create_model("conv_resnet26", img_size=32, **options)
+    nn.init.normal_(network.stem.conv1.bn.weight)
+    return network
+
+
+def train_step(network, x):
+    network.zero_grad()
+    out = network(x)
+    out.square().sum().backward()
+    found = {"output": out.detach()} | {name: one.grad for name, one in network.named_parameters()}
+    return found | {name: one.clone() for name, one in network.named_buffers()}
+
+
+def test_stem_in_training(kernels):
+    network = stem_network().to(kernels.device)
+    exact = copy.deepcopy(network).double()
+    x = feature_map(kernels, FLOAT, 3, 3, 30, 27)
+    with use_backend("torch"):
+        expected = train_step(exact, x.double())
+    assert not kernels.launched
+    with kernels.running():
+        found = train_step(network, x)
+    assert {"norm_pool", "norm_pool_gradient"} <= kernels.entries
+    for name, value in found.items():
+        check_close(name, value, expected[name], FLOAT)
+
+
+def test_stem_is_as_timms(kernels):
+    network = stem_network()
+    stem = timm.models.byobnet.create_byob_stem(3, 16, "7x7", "maxpool")[0]
+    assert list(network.stem.state_dict()) == list(stem.state_dict())
+    stem.load_state_dict(network.stem.state_dict())
+    assert [name for name, _ in network.stem.named_modules()] == [name for name, _ in stem.named_modules()]
+    assert isinstance(network.stem, type(stem))
+    x = normal(2, 3, 32, 32, dtype=FLOAT)
+    with kernels.running():
+        assert torch.equal(network.stem.eval()(x), stem.eval()(x))
+    assert not kernels.launched
+
+
+def hook(module, *_):
+    return None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda stem: stem.conv1.register_forward_hook(hook),
+        lambda stem: stem.conv1.bn.register_forward_pre_hook(hook),
+        lambda stem: stem.conv1.bn.act.register_forward_hook(hook),
+        lambda stem: stem.pool.register_forward_pre_hook(hook),
+        lambda stem: stem.pool.register_full_backward_hook(lambda *_: None),
+        lambda stem: setattr(stem.conv1.bn, "act", nn.SiLU()),
+        lambda stem: setattr(stem.conv1.bn, "forward", stem.conv1.bn.forward),
+        lambda stem: setattr(stem.conv1, "bn", convert_sync_batchnorm(stem.conv1.bn)),
+        lambda stem: setattr(stem, "pool", nn.MaxPool2d(2)),
+        lambda stem: setattr(stem, "pool", nn.AvgPool2d(3, 2, 1)),
+        lambda stem: setattr(stem.pool, "ceil_mode", True),
+        lambda stem: stem.conv1.bn.eval(),
+        lambda stem: stem.eval(),
+        lambda stem: stem.double(),
+    ],
+)
+def test_stem_with_other_layers(planned, change):
+    """Where the operator would do something else, or someone looks on, PyTorch's layers are called."""
+    stem = stem_network().stem
+    stem(torch.zeros(2, 3, 16, 16))
+    assert planned.entries == {"channel_sums", "norm_statistics", "norm_pool"}
+    planned.launched.clear()
+    change(stem)
+    stem(torch.zeros(2, 3, 16, 16, dtype=stem.conv1.conv.weight.dtype))
+    assert not planned.launched
+
+
+def test_maps_that_are_not_taken(planned):
+    norm = nn.BatchNorm2d(16)
+    x = torch.zeros(2, 16, 4, 4)
+    assert norms.takes(x, norm)
+    with use_backend("torch"):
+        assert not norms.takes(x, norm)
+    assert not norms.takes(torch.zeros(0, 16, 4, 4), norm)
+    assert not norms.takes(torch.zeros(1, 16, 1, 1), norm)
+    assert not norms.takes(torch.zeros(2, 8, 4, 4), norm)
+    assert not norms.takes(torch.zeros(2, 12, 4, 4), nn.BatchNorm2d(12))
+    assert not norms.takes(x.double(), norm)
+    assert not norms.takes(x, nn.BatchNorm2d(16, device="meta"))
+    assert not norms.takes(x, norm.eval())
+
+
+def test_stem_as_features(kernels):
+    """The map before the pooling can be had as from timm's stem, and is the same."""
+    network = stem_network().to(kernels.device)
+    x = feature_map(kernels, FLOAT, 2, 3, 32, 32)
+    with kernels.running():
+        pooled, before = copy.deepcopy(network).stem.forward_intermediates(x)
+        assert before.shape == (2, 16, 16, 16)
+        assert not kernels.launched
+        check_close("pooled", copy.deepcopy(network).stem(x), pooled, FLOAT)
+        assert kernels.launched
+        kernels.launched.clear()
+        seen = []
+        network.stem.conv1.register_forward_hook(lambda module, arguments, out: seen.append(out))
+        network.stem(x)
+        assert torch.equal(seen[0], before)
+        assert not kernels.launched
+        extracted = create_feature_extractor(stem_network().to(kernels.device), ["stem.conv1.bn", "stem.pool"])(x)
+        check_close("extracted", extracted["stem.conv1.bn"], before, FLOAT)
+
+
+def test_stem_under_autocast(kernels):
+    network = stem_network().to(kernels.device)
+    x = feature_map(kernels, FLOAT, 2, 3, 32, 32)
+    with kernels.running(), torch.autocast(kernels.device, dtype=BF16):
+        out = network.stem(x)
+    assert out.dtype == BF16
+    assert {constants["SCALAR"] for constants in kernels.constants("norm_pool")} == {"bf16"}
+    with use_backend("torch"):
+        check_close("output", out, network.stem(x), BF16)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_stem_compiled(kernels, dynamic):
+    stem = stem_network().stem.to(kernels.device)
+    usual = copy.deepcopy(stem)
+    with counting_compilations() as (graphs, backend), kernels.running(poison=False):
+        compiled = torch.compile(stem, fullgraph=True, backend=backend)
+        for seed in range(3):
+            x = feature_map(kernels, FLOAT, 2 + seed * dynamic, 3, 32, 32, seed=seed)
+            found = train_step(compiled, x)
+            for name, value in train_step(usual, x).items():
+                assert torch.equal(found[name if name == "output" else f"_orig_mod.{name}"], value), name
+        assert len(graphs) == 1 + dynamic
+        assert "norm_relu_max_pool" in graphs[0].code
+
+
+def operators_and_arguments(device):
+    x = normal(2, 16, 5, 6, dtype=FLOAT).to(device, memory_format=LAST).requires_grad_()
+    weight, bias, centre = (normal(16, dtype=FLOAT, seed=i).to(device) for i in range(3))
+    yield norm_ops.channel_statistics, (x.detach(), centre, weight, bias, 1e-5)
+    yield norm_ops.channel_statistics, (x.detach(), centre, None, None, 1e-5)
+    yield norm_ops.norm_relu_max_pool, (x, centre, weight.requires_grad_(), bias.requires_grad_(), 1e-5)
+    yield norm_ops.norm_relu_max_pool, (x.detach().contiguous().requires_grad_(), centre, None, None, 1e-5)
+    out, *kept = norm_ops.norm_relu_max_pool(x.detach(), centre, None, None, 1e-5)
+    yield norm_ops.norm_relu_max_pool_gradient, (torch.ones_like(out), x.detach(), *kept)
+
+
+def test_operators_are_registered_as_they_should_be(kernels):
+    with kernels.running(poison=False):
+        for operator, arguments in operators_and_arguments(kernels.device):
+            torch.library.opcheck(operator, arguments)
+
+
+def test_cuda_graph_of_the_stem_on_gpu(gpu):
+    stem = stem_network().stem.cuda()
+    eager = copy.deepcopy(stem)
+    x = torch.zeros(2, 3, 32, 32, device="cuda").to(memory_format=LAST)
+    with gpu.running(poison=False):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            copy.deepcopy(stem)(x).sum().backward()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = stem(x)
+            found = torch.autograd.grad(out.square().sum(), list(stem.parameters()))
+        for seed in range(3):
+            x.copy_(normal(2, 3, 32, 32, dtype=FLOAT, seed=seed))
+            graph.replay()
+            usual = train_step(eager, x)
+            assert torch.equal(out, usual["output"])
+            # cuDNN may choose another algorithm for the convolution's gradient.
+            for (name, _), gradient in zip(stem.named_parameters(), found, strict=True):
+                check_close(name, gradient, usual[name], FLOAT)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+def test_a_large_stem_on_gpu(gpu, dtype):
+    check_pool(gpu, dtype, (16, 64, 112, 112))
+    check_pool(gpu, dtype, (5, 72, 113, 101))
