@@ -19,6 +19,7 @@ from gsanet.functional.checks import check_feature_map
 from gsanet.functional.lean import fit_table
 from gsanet.inference_blocks import ConvolutionReLU, fuse_blocks, has_hooks, takes_relu
 from gsanet.layers import GlobalSelfAttention
+from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 from gsanet.layers.relative import RelativeTables
 
 __all__ = ["InferenceSelfAttention", "fuse_for_inference"]
@@ -26,7 +27,8 @@ __all__ = ["InferenceSelfAttention", "fuse_for_inference"]
 # Exactly these: a subclass may do anything else with its weights, such as standardise them first.
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv2dSame)
 NORMS = (
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, FrozenBatchNorm2d,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, CompiledBatchNormAct2d,
+    FrozenBatchNorm2d,
 )  # fmt: skip
 RELU_FUNCTIONS = (F.relu, torch.relu, torch.relu_)
 TRAINING_ONLY = (_DropoutNd, DropPath, DropBlock2d)
@@ -231,7 +233,7 @@ def _has_fixed_statistics(norm: Any) -> bool:
 
 def _activation(norm: nn.Module) -> nn.Module:
     """What a norm does besides normalising."""
-    activation: nn.Module = norm.act if type(norm) is BatchNormAct2d else nn.Identity()  # type: ignore[assignment]
+    activation: nn.Module = norm.act if isinstance(norm, BatchNormAct2d) else nn.Identity()
     return activation
 
 

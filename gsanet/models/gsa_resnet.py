@@ -19,6 +19,7 @@ from torch import nn
 
 from gsanet.layers import AxialAttention, GlobalSelfAttention, LocalRelation
 from gsanet.layers.attention import Attention
+from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 from gsanet.layers.relative import RelativeTables
 from gsanet.layers.stand_alone_attention import AttentionStem
 from gsanet.models.described import with_shipped
@@ -178,6 +179,7 @@ class GSAResNet(ByobNet):
         for block in self.modules():
             if isinstance(block, SelfAttnBlock) and getattr(block.self_attn, "normalised", False):
                 block.post_attn = nn.ReLU(inplace=True)
+        CompiledBatchNormAct2d.convert(self)
         if conv_init == "pytorch":
             _start_as_pytorch_does(self)
         self.settings = settings

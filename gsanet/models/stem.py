@@ -7,8 +7,11 @@ from timm.models.byobnet import Stem
 from torch import Tensor, nn
 
 from gsanet.functional.fused.norms import norm_relu_max_pool, takes
+from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 
 __all__ = ["PooledStem"]
+
+NORMS = (BatchNormAct2d, CompiledBatchNormAct2d)
 
 
 class PooledStem(Stem):
@@ -40,7 +43,7 @@ class PooledStem(Stem):
     def _has_known_layers(self) -> bool:
         """Whether the operator does what the layers behind the convolution do, and nobody looks at one of them."""
         block, pool = self.conv1, self.pool
-        if type(block) is not ConvNormAct or type(norm := block.bn) is not BatchNormAct2d or block.aa is not None:
+        if type(block) is not ConvNormAct or type(norm := block.bn) not in NORMS or block.aa is not None:
             return False
         return (
             type(norm.act) is nn.ReLU

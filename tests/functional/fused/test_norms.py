@@ -20,7 +20,8 @@ from functional.fused.test_kernels import (
     normal,
     same_bits,
 )
-from timm.layers import convert_sync_batchnorm
+from helpers import relative_error
+from timm.layers import BatchNormAct2d, convert_sync_batchnorm
 from timm.models import create_feature_extractor
 from torch import nn
 
@@ -28,6 +29,7 @@ import gsanet
 from gsanet.functional import use_backend
 from gsanet.functional.fused import norm_ops, norms
 from gsanet.functional.fused.plan import Machine
+from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 
 LAST = torch.channels_last
 
@@ -438,3 +440,137 @@ def test_cuda_graph_of_the_stem_on_gpu(gpu):
 def test_a_large_stem_on_gpu(gpu, dtype):
     check_pool(gpu, dtype, (16, 64, 112, 112))
     check_pool(gpu, dtype, (5, 72, 113, 101))
+
+
+# --- Batch norms that torch.compile trains.
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+@pytest.mark.parametrize("options", NORMS, ids=str)
+def test_batch_norm(kernels, dtype, options):
+    norm = make_norm(kernels, **options)
+    exact = copy.deepcopy(norm).double()
+    for seed in range(2):
+        x = (1 + feature_map(kernels, FLOAT, 3, 16, 7, 6, seed=seed)).to(dtype).requires_grad_()
+        d_out = feature_map(kernels, dtype, 3, 16, 7, 6, seed=5)
+        norm.zero_grad(), exact.zero_grad()
+        with kernels.running():
+            out = norms.batch_norm(x, norm)
+            out.backward(d_out)
+        assert out.dtype == dtype
+        exact_x = x.detach().double().requires_grad_()
+        expected = exact(exact_x)
+        expected.backward(d_out.double())
+        check_close("output", out.detach(), expected.detach(), dtype)
+        check_close("gradient of x", x.grad, exact_x.grad, dtype)
+        for name, parameter in norm.named_parameters():
+            assert parameter.grad.dtype == FLOAT
+            check_close(name, parameter.grad, exact.get_parameter(name).grad, dtype)
+    for name, buffer in norm.named_buffers():
+        check_close(name, buffer, dict(exact.named_buffers())[name], FLOAT)
+
+
+def residual(block):
+    """Norms with a ReLU and without, and a sum between, as a residual block has them."""
+    first, second = block
+
+    def forward(x):
+        return torch.relu(second(first(x)) + x)
+
+    return forward
+
+
+def make_residual(device, **options):
+    torch.manual_seed(0)
+    block = nn.ModuleList([BatchNormAct2d(16, **options), BatchNormAct2d(16, apply_act=False, **options)])
+    for parameter in block.parameters():
+        nn.init.normal_(parameter)
+    CompiledBatchNormAct2d.convert(block)
+    assert {type(module) for module in block} == {CompiledBatchNormAct2d}
+    return block.to(device).train()
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": None}], ids=str)
+def test_compiled_batch_norms(kernels, options):
+    block = make_residual(kernels.device, **options)
+    exact = copy.deepcopy(block).double()
+    with counting_compilations() as (graphs, backend), kernels.running(poison=False):
+        compiled = torch.compile(residual(block), fullgraph=True, backend=backend)
+        for seed in range(3):
+            x = feature_map(kernels, FLOAT, 3, 16, 7, 6, seed=seed).requires_grad_()
+            exact_x = x.detach().double().requires_grad_()
+            block.zero_grad(), exact.zero_grad()
+            out, expected = compiled(x), residual(exact)(exact_x)
+            out.square().sum().backward(), expected.square().sum().backward()
+            check_close("output", out.detach(), expected.detach(), FLOAT)
+            check_close("gradient of x", x.grad, exact_x.grad, FLOAT)
+            for name, parameter in block.named_parameters():
+                check_close(name, parameter.grad, exact.get_parameter(name).grad, FLOAT)
+            for name, buffer in block.named_buffers():
+                check_close(name, buffer, dict(exact.named_buffers())[name], FLOAT)
+        assert len(graphs) == 1
+        assert graphs[0].code.count("channel_statistics") >= 2
+    assert kernels.entries == {"channel_sums", "norm_statistics"}
+
+
+def test_batch_norms_that_are_not_compiled_are_timms(kernels):
+    block = make_residual(kernels.device)
+    plain = copy.deepcopy(block)
+    for module in plain:
+        module.__class__ = BatchNormAct2d
+    assert list(block.state_dict()) == list(plain.state_dict())
+    x = feature_map(kernels, FLOAT, 3, 16, 7, 6)
+    with kernels.running(poison=False):
+        assert torch.equal(residual(block)(x), residual(plain)(x))
+        with counting_compilations() as (_, backend):
+            compiled = torch.compile(residual(block.eval()), fullgraph=True, backend=backend)
+            assert torch.equal(compiled(x), residual(plain.eval())(x))
+    assert not kernels.launched
+
+
+def test_batch_norms_are_converted_to_others():
+    network = stem_network()
+    assert isinstance(network.stem.conv1.bn, CompiledBatchNormAct2d)
+    synchronised = convert_sync_batchnorm(copy.deepcopy(network))
+    assert isinstance(synchronised.stem.conv1.bn, nn.SyncBatchNorm)
+    assert type(synchronised.stem.conv1.bn.act) is nn.ReLU
+    assert not any(isinstance(module, CompiledBatchNormAct2d) for module in synchronised.modules())
+    frozen = timm.layers.freeze_batch_norm_2d(copy.deepcopy(network))
+    x = normal(2, 3, 32, 32, dtype=FLOAT)
+    assert torch.allclose(frozen(x), network.eval()(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gsa_resnet26", "conv_resnet26"])
+def test_compiled_network(kernels, name):
+    """A whole network in one graph: its outputs, gradients and running statistics are those of the plain path."""
+    torch.manual_seed(0)
+    options = {"depths": (1, 1), "widths": (16, 16), "stem_width": 16, "num_classes": 4, "zero_init_last": False}
+    network = gsanet.create_model(name, img_size=32, **options).to(kernels.device)
+    exact = copy.deepcopy(network).double()
+    x = feature_map(kernels, FLOAT, 4, 3, 32, 32)
+    with use_backend("reference"):
+        expected = train_step(exact, x.double())
+    with counting_compilations() as (graphs, backend), kernels.running(poison=False):
+        found = train_step(torch.compile(network, fullgraph=True, backend=backend), x)
+    assert len(graphs) == 1
+    norm_count = sum(isinstance(module, CompiledBatchNormAct2d) for module in network.modules())
+    assert len(kernels.constants("channel_sums")) == norm_count
+    assert len(kernels.constants("norm_pool_gradient")) == 1
+    for key, value in expected.items():
+        own = found[key if key == "output" else f"_orig_mod.{key}"]
+        assert relative_error(own, value) < 2e-4, key
+
+
+def test_inductor_on_gpu(gpu):
+    network = stem_network(depths=(1, 1), widths=(16, 16)).cuda().to(memory_format=LAST)
+    exact = copy.deepcopy(network).double()
+    x = feature_map(gpu, FLOAT, 4, 3, 32, 32)
+    with use_backend("reference"):
+        expected = train_step(exact, x.double())
+    torch._dynamo.reset()
+    with gpu.running(poison=False):
+        found = train_step(torch.compile(network, fullgraph=True), x)
+    assert {"channel_sums", "norm_pool", "norm_pool_gradient"} <= gpu.entries
+    for key, value in expected.items():
+        assert relative_error(found[key if key == "output" else f"_orig_mod.{key}"], value) < 1e-3, key
+    torch._dynamo.reset()
