@@ -16,7 +16,7 @@ from gsanet.functional.fused import calls
 def channel_statistics(x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
     """Of a batch norm: scale, shift, mean, 1 / standard deviation and variance, (5, channels) in float32.
 
-    It has no gradient: what uses it has.
+    Its gradient is in PyTorch's operators, for torch.compile to fuse with what follows.
 
     Args:
         x: (batch, channels, height, width), a multiple of 8 channels.
@@ -31,6 +31,29 @@ def channel_statistics(x: Tensor, centre: Tensor, weight: Tensor | None, bias: T
 @channel_statistics.register_fake
 def _(x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
     return x.new_empty(5, x.shape[1], dtype=torch.float32)
+
+
+def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, _, weight, bias, _ = inputs
+    ctx.save_for_backward(x, weight, output)
+    ctx.has_bias = bias is not None
+
+
+def _statistics_gradient(ctx: Any, d_applied: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, applied = ctx.saved_tensors
+    scale, _, mean, inverse, _ = applied
+    d_scale, d_shift, d_mean, d_inverse, d_variance = d_applied
+    d_scale = d_scale - d_shift * mean
+    d_mean = d_mean - d_shift * scale
+    d_inverse = d_inverse + (d_scale if weight is None else d_scale * weight)
+    d_variance = d_variance - 0.5 * inverse**3 * d_inverse
+    count = x.numel() // x.shape[1]
+    mean, slope, level = (row.view(1, -1, 1, 1) for row in (mean, 2 * d_variance / count, d_mean / count))
+    d_x = ((x - mean) * slope + level).to(x.dtype)
+    return d_x, None, None if weight is None else d_scale * inverse, d_shift if ctx.has_bias else None, None
+
+
+channel_statistics.register_autograd(_statistics_gradient, setup_context=_save_statistics)
 
 
 @torch.library.custom_op("gsanet::norm_relu_max_pool", mutates_args=())

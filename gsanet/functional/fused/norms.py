@@ -1,7 +1,5 @@
 """Batch norms of networks in training on NVIDIA GPUs, where the kernels are faster than what they take the place of."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -31,32 +29,12 @@ def takes(x: Tensor, norm: nn.BatchNorm2d) -> bool:
 
 def batch_norm(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     """As `norm(x)`, for what `takes` takes; for torch.compile, to which all but the statistics is left to fuse."""
-    weight, bias = _in_float32(norm)
-    fixed = [None if tensor is None else tensor.detach() for tensor in (weight, bias)]
-    applied = norm_ops.channel_statistics(x.detach(), centre_of(norm, x), *fixed, norm.eps)
+    applied = norm_ops.channel_statistics(x, centre_of(norm, x), *_in_float32(norm), norm.eps)
     _keep(norm, applied, x)
-    out: Tensor = _Normalise.apply(x, weight, bias, applied)
-    return out
-
-
-class _Normalise(torch.autograd.Function):
-    """x times scale plus shift, with the gradient of a batch norm in PyTorch's own operators."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, applied: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, applied)
-        ctx.has_bias = bias is not None
-        scale, shift = (row.view(1, -1, 1, 1) for row in (applied[0], applied[1]))
-        return (x.float() * scale + shift).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, applied = ctx.saved_tensors
-        wanted = [True, weight is not None, ctx.has_bias]
-        gradients = torch.ops.aten.native_batch_norm_backward(
-            d_out, x, weight, None, None, applied[2], applied[3], True, 0.0, wanted
-        )
-        return *(gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted, strict=True)), None
+    scale, shift, mean = (row.view(1, -1, 1, 1) for row in applied[:3])
+    mean = mean.detach()
+    # About the mean, so that the gradient of the scale is no small difference of large sums.
+    return ((x - mean) * scale + (shift + mean * scale)).to(x.dtype)
 
 
 def norm_relu_max_pool(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
@@ -97,6 +75,7 @@ def _in_float32(norm: nn.BatchNorm2d) -> tuple[Tensor | None, Tensor | None]:
     return weight, bias
 
 
+@torch.no_grad()
 def _keep(norm: nn.BatchNorm2d, applied: Tensor, x: Tensor) -> None:
     if norm.track_running_stats and norm.running_mean is not None:
         update_running_statistics(norm, applied[2], applied[4], x.shape[0] * x.shape[2] * x.shape[3])

@@ -109,6 +109,24 @@ def test_statistics_of_a_mean_far_from_zero(kernels):
     check_close("variance", found[4], exact_statistics(x, None, None, 0.0)[4], FLOAT)
 
 
+@pytest.mark.parametrize("with_norm", [True, False])
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+def test_gradient_of_channel_statistics(kernels, dtype, with_norm):
+    """Of all five rows at once, each with a weight of its own."""
+    weight, bias, centre = affine(kernels, 16)
+    d_out = normal(5, 16, dtype=FLOAT, seed=9).to(kernels.device)
+    leaves = [feature_map(kernels, dtype, 3, 16, 5, 4), *((weight, bias) if with_norm else ())]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    none = () if with_norm else (None, None)
+    expected = torch.autograd.grad(exact_statistics(*exact, *none, 0.1), exact, d_out.double())
+    with kernels.running():
+        x, *others = leaves
+        found = torch.autograd.grad(norm_ops.channel_statistics(x, centre, *others, *none, 0.1), leaves, d_out)
+    for name, one, other in zip(("x", "weight", "bias")[: len(found)], found, expected, strict=True):
+        check_close(name, one, other, dtype)
+
+
 def plain_pool(x, weight, bias, epsilon=1e-5):
     out = F.batch_norm(x, None, None, weight, bias, True, 0.0, epsilon)
     return F.max_pool2d(out.relu(), 3, 2, 1)
@@ -398,9 +416,10 @@ def test_stem_compiled(kernels, dynamic):
 def operators_and_arguments(device):
     x = normal(2, 16, 5, 6, dtype=FLOAT).to(device, memory_format=LAST).requires_grad_()
     weight, bias, centre = (normal(16, dtype=FLOAT, seed=i).to(device) for i in range(3))
-    yield norm_ops.channel_statistics, (x.detach(), centre, weight, bias, 1e-5)
-    yield norm_ops.channel_statistics, (x.detach(), centre, None, None, 1e-5)
-    yield norm_ops.norm_relu_max_pool, (x, centre, weight.requires_grad_(), bias.requires_grad_(), 1e-5)
+    weight.requires_grad_(), bias.requires_grad_()
+    yield norm_ops.channel_statistics, (x, centre, weight, bias, 1e-5)
+    yield norm_ops.channel_statistics, (x, centre, None, None, 1e-5)
+    yield norm_ops.norm_relu_max_pool, (x, centre, weight, bias, 1e-5)
     yield norm_ops.norm_relu_max_pool, (x.detach().contiguous().requires_grad_(), centre, None, None, 1e-5)
     out, *kept = norm_ops.norm_relu_max_pool(x.detach(), centre, None, None, 1e-5)
     yield norm_ops.norm_relu_max_pool_gradient, (torch.ones_like(out), x.detach(), *kept)
