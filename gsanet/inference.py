@@ -17,6 +17,7 @@ from gsanet.functional.lean import fit_table
 from gsanet.inference_blocks import ConvolutionReLU, fuse_blocks, takes_relu
 from gsanet.inference_chains import Chains, has_hooks
 from gsanet.layers import GlobalSelfAttention
+from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 from gsanet.layers.block_convolution import BlockConv2d
 from gsanet.layers.relative import RelativeTables
 
@@ -25,7 +26,8 @@ __all__ = ["InferenceSelfAttention", "fuse_for_inference"]
 # Exactly these: a subclass may do anything else with its weights, such as standardise them first.
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv2dSame, BlockConv2d)
 NORMS = (
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, FrozenBatchNorm2d,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, CompiledBatchNormAct2d,
+    FrozenBatchNorm2d,
 )  # fmt: skip
 TRAINING_ONLY = (_DropoutNd, DropPath, DropBlock2d)
 
@@ -229,7 +231,7 @@ def _has_fixed_statistics(norm: Any) -> bool:
 
 def _activation(norm: nn.Module) -> nn.Module:
     """What a norm does besides normalising."""
-    activation: nn.Module = norm.act if type(norm) is BatchNormAct2d else nn.Identity()  # type: ignore[assignment]
+    activation: nn.Module = norm.act if isinstance(norm, BatchNormAct2d) else nn.Identity()
     return activation
 
 

@@ -56,6 +56,11 @@ def use_backend(name: str) -> Iterator[None]:
         _preferred = before
 
 
+def may_use(name: str) -> bool:
+    """Whether no other backend is preferred."""
+    return _preferred in (None, name)
+
+
 def select_backend(operation: Operation, *tensors: Tensor) -> Backend:
     """The backend that takes this call: the preferred one, or the first in order that does not refuse."""
     if _preferred is not None and BACKENDS[_preferred].refuses(operation, *tensors) is None:

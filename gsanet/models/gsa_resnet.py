@@ -19,11 +19,13 @@ from torch import nn
 
 from gsanet.layers import AxialAttention, GlobalSelfAttention, LocalRelation
 from gsanet.layers.attention import Attention
+from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 from gsanet.layers.block_convolution import BlockConv2d
 from gsanet.layers.relative import RelativeTables
 from gsanet.layers.stand_alone_attention import AttentionStem
 from gsanet.models.described import with_shipped
 from gsanet.models.fit import fit_pretrained
+from gsanet.models.stem import PooledStem
 from gsanet.suggest import suggest
 
 __all__ = ["NETWORKS", "GSAResNet", "ResNetSettings"]
@@ -178,6 +180,7 @@ class GSAResNet(ByobNet):
         for block in self.modules():
             if isinstance(block, SelfAttnBlock) and getattr(block.self_attn, "normalised", False):
                 block.post_attn = nn.ReLU(inplace=True)
+        CompiledBatchNormAct2d.convert(self)
         if conv_init == "pytorch":
             _start_as_pytorch_does(self)
         self.settings = settings
@@ -188,6 +191,7 @@ class GSAResNet(ByobNet):
         """Put what timm has no stem for, or a slower one, in the place of its own."""
         if stem == "7x7/2+maxpool":
             self.stem.conv1.conv = BlockConv2d.take_over(self.stem.conv1.conv)
+            self.stem = PooledStem(self.stem)
         elif stem == "7x7/2":
             self.stem.conv = BlockConv2d.take_over(self.stem.conv)
         elif stem == "3x3/1":

@@ -1,7 +1,8 @@
 """The backend `fused`: attention in CUDA C++ kernels, compiled for the shape at hand when it is first met.
 
 Nothing of the size of the scores is ever stored. `ops` holds the operators, `calls` one function for each kernel,
-`plan` how shapes are cut into blocks, `compiler` the way from source to launch, `kernels` the source.
+`plan` how shapes are cut into blocks, `compiler` the way from source to launch, `kernels` the source. `norms` and
+`norm_ops` are the batch norms around attention, in training.
 """
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from gsanet.functional.backends import Axis, Backend, Norm, Operation
 from gsanet.functional.fused import ops
 from gsanet.functional.fused.compiler import unavailable
+from gsanet.functional.fused.norms import centre_of, update_running_statistics
 from gsanet.functional.fused.plan import LONGEST, SCALARS, WIDTHS
 from gsanet.functional.lean import fit_table
 
@@ -53,15 +55,12 @@ def attention_map(
     norm_weight, norm_bias = (None if tensor is None else tensor.float() for tensor in (norm.weight, norm.bias))
     from_batch = norm.training or norm.running_mean is None
     applied = None if from_batch else _applied(norm, norm_weight, norm_bias)
-    centre = (
-        x.new_zeros(norm.num_features, dtype=torch.float32) if norm.running_mean is None else norm.running_mean.float()
-    )
     out, _, used, *_ = ops.attention_map(
-        x, weight, rel_column, rel_row, norm_weight, norm_bias, centre, applied,
+        x, weight, rel_column, rel_row, norm_weight, norm_bias, centre_of(norm, x), applied,
         num_heads, dim_key, content, stride, norm.eps,
     )  # fmt: skip
     if norm.training and norm.running_mean is not None:
-        _update(norm, used[2], used[4], x.shape[0] * x.shape[2] * x.shape[3])
+        update_running_statistics(norm, used[2], used[4], x.shape[0] * x.shape[2] * x.shape[3])
     return out
 
 
@@ -74,21 +73,6 @@ def _applied(norm: nn.BatchNorm2d, weight: Tensor | None, bias: Tensor | None) -
     scale = inverse if weight is None else inverse * weight.detach()
     shift = -mean * scale if bias is None else bias.detach() - mean * scale
     return torch.stack((scale, shift, mean, inverse, variance))
-
-
-@torch.no_grad()
-def _update(norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor, count: int) -> None:
-    """The running statistics, as the module itself keeps them."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    assert norm.num_batches_tracked is not None
-    norm.num_batches_tracked.add_(1)
-    if norm.momentum is None:
-        share: Tensor | float = 1.0 / norm.num_batches_tracked.float()
-    else:
-        share = norm.momentum
-    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
-    norm.running_var.lerp_((variance * (count / (count - 1))).to(norm.running_var.dtype), share)
 
 
 def refuses(operation: Operation, *tensors: Tensor, **settings: object) -> str | None:

@@ -49,6 +49,18 @@ Norm: Any = _structure(
 
 Table: Any = _structure("Table", partial=c_void_p, out=c_void_p, blocks=c_int, columns=c_int)
 
+ChannelSums: Any = _structure(
+    "ChannelSums",
+    x=c_void_p, centre=c_void_p, partial=c_void_p, rows=c_longlong, channels=c_int, groups=c_int,
+)  # fmt: skip
+
+NormPool: Any = _structure(
+    "NormPool",
+    x=c_void_p, applied=c_void_p, coefficients=c_void_p, out=c_void_p, peak=c_void_p, place=c_void_p,
+    d_out=c_void_p, d_x=c_void_p, partial=c_void_p,
+    images=c_int, height=c_int, width=c_int, channels=c_int, strip=c_int, groups=c_int,
+)  # fmt: skip
+
 
 def line_map(tensor: Tensor, axis: Axis) -> Map:
     """A map (batch, x, y, ...) with its lines along an axis."""

@@ -1,7 +1,7 @@
 """Tensors in, tensors out: one function for each kernel, which plans, allocates and launches.
 
-Maps are (batch, x, y, head, channel) with the channels of a pixel side by side. All results are new tensors unless an
-argument says otherwise; those that a kernel writes whole are not initialised.
+Maps are (batch, x, y, head, channel) with the channels of a pixel side by side; those without heads are contiguous. All
+results are new tensors unless an argument says otherwise; those that a kernel writes whole are not initialised.
 """
 
 import threading
@@ -23,6 +23,8 @@ from gsanet.functional.fused.plan import (
     plan_context,
     plan_line,
     plan_norm,
+    plan_pool,
+    plan_sums,
     plan_table,
 )
 
@@ -388,6 +390,93 @@ def norm_gradient(statistics: Tensor, applied: Tensor, count: int, fixed: bool) 
     )
     _launch(plan_norm(statistics.shape[2], "norm_gradient"), values, statistics)
     return coefficients
+
+
+def channel_sums(x: Tensor, centre: Tensor) -> Tensor:
+    """Of a map (batch, x, y, channel): sums of x - centre and of its square for each channel, (blocks, 2, channels)."""
+    rows, channels = x.shape[:3].numel(), x.shape[3]
+    plan, groups = plan_sums(_machine(x), x.dtype, rows, channels, "channel_sums")
+    partial = x.new_empty(plan.grid[0], 2, channels, dtype=torch.float32)
+    values = arguments.ChannelSums(
+        x=x.data_ptr(),
+        centre=centre.data_ptr(),
+        partial=partial.data_ptr(),
+        rows=rows,
+        channels=channels,
+        groups=groups,
+    )
+    _launch(plan, values, x)
+    return partial
+
+
+class Pooled(NamedTuple):
+    """The output of `norm_pool`; with a norm the raw value that it comes from and that one's place in the window."""
+
+    out: Tensor
+    peak: Tensor | None
+    place: Tensor | None
+
+
+def norm_pool(x: Tensor, applied: Tensor | None) -> Pooled:
+    """Max pooling of 3 x 3 pixels, stride 2, padding 1.
+
+    Args:
+        x: (batch, x, y, channel).
+        applied: Of the batch norm before it, from `norm_statistics`, which a ReLU follows; None for neither.
+    """
+    batch, height, width, channels = x.shape
+    out = x.new_empty(batch, -(-height // 2), -(-width // 2), channels)
+    peak = None if applied is None else torch.empty_like(out)
+    place = None if applied is None else torch.empty_like(out, dtype=torch.uint8)
+    plan, strip = plan_pool(_machine(x), x.dtype, *x.shape, "norm_pool", applied is not None)
+    values = arguments.NormPool(
+        **_of_map(x),
+        applied=_pointer(applied),
+        out=out.data_ptr(),
+        peak=_pointer(peak),
+        place=_pointer(place),
+        strip=strip,
+    )
+    _launch(plan, values, x)
+    return Pooled(out, peak, place)
+
+
+def norm_pool_sums(x: Tensor, d_out: Tensor, peak: Tensor, applied: Tensor) -> Tensor:
+    """The sums that `norm_gradient` takes, of the batch norm before a ReLU and max pooling; `x` only for its shape."""
+    rows, channels = d_out.shape[:3].numel(), d_out.shape[3]
+    plan, groups = plan_sums(_machine(d_out), d_out.dtype, rows, channels, "norm_pool_sums")
+    partial = d_out.new_empty(plan.grid[0], 2, channels, dtype=torch.float32)
+    values = arguments.NormPool(
+        **_of_map(x),
+        applied=applied.data_ptr(),
+        peak=peak.data_ptr(),
+        d_out=d_out.data_ptr(),
+        partial=partial.data_ptr(),
+        groups=groups,
+    )
+    _launch(plan, values, d_out)
+    return partial
+
+
+def norm_pool_gradient(x: Tensor, d_out: Tensor, place: Tensor, coefficients: Tensor) -> Tensor:
+    """The gradient of the input of a batch norm, ReLU and max pooling; `coefficients` are those of `norm_gradient`."""
+    d_x = torch.empty_like(x)
+    plan, strip = plan_pool(_machine(x), x.dtype, *x.shape, "norm_pool_gradient", norm=True)
+    values = arguments.NormPool(
+        **_of_map(x),
+        coefficients=coefficients.data_ptr(),
+        place=place.data_ptr(),
+        d_out=d_out.data_ptr(),
+        d_x=d_x.data_ptr(),
+        strip=strip,
+    )
+    _launch(plan, values, x)
+    return d_x
+
+
+def _of_map(x: Tensor) -> dict[str, int]:
+    images, height, width, channels = x.shape
+    return {"x": x.data_ptr(), "images": images, "height": height, "width": width, "channels": channels}
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

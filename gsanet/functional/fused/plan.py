@@ -270,5 +270,48 @@ def _plan_rows(kernel: Specialisation, columns: int, numbers: int) -> Launch:
     return Launch(kernel, (-(-columns // 32), 1), threads, numbers * threads * 4)
 
 
+@functools.cache
+def plan_sums(machine: Machine, dtype: torch.dtype, rows: int, channels: int, entry: str) -> tuple[Launch, int]:
+    """The sums of a map's channels (`channel_sums`), or those of the gradient of `norm_pool` (`norm_pool_sums`).
+
+    Returns:
+        The launch, and how many groups of channels, 16 bytes each, a block takes.
+    """
+    pooling = entry == "norm_pool_sums"
+    # Few blocks: enough accesses on their way, and few sums to add afterwards. The gradient's needs more registers.
+    warps, blocks = (8, 3) if pooling else (16, 2)
+    width = 16 // dtype.itemsize
+    groups = channels // width
+    slices = -(-groups // 32)
+    groups = -(-groups // slices)
+    constants: dict[str, int | str] = {"SCALAR": SCALARS[dtype], "WARPS": warps, "BLOCKS": blocks}
+    if pooling:
+        constants["NORM"] = 1
+    kernel = specialise("norm_pool.cu" if pooling else "channel_sums.cu", entry, **constants)
+    at_once = (2 if pooling else 4) * (32 * warps // groups)
+    persistent = max(1, machine.multiprocessors * blocks // slices)
+    grid = min(-(-rows // at_once), persistent), slices
+    return Launch(kernel, grid, 32 * warps, 4 * 2 * width * 32 * warps), groups
+
+
+@functools.cache
+def plan_pool(
+    machine: Machine, dtype: torch.dtype, images: int, height: int, width: int, channels: int, entry: str, norm: bool
+) -> tuple[Launch, int]:
+    """Max pooling (`norm_pool`) or its gradient (`norm_pool_gradient`), with a batch norm and ReLU or without.
+
+    Returns:
+        The launch, and how many rows of windows a thread walks down.
+    """
+    warps, blocks = 4, 4
+    down, along = -(-height // 2), -(-width // 2)
+    columns = images * along * (channels * dtype.itemsize // 16)
+    strip = 8
+    while strip > 1 and columns * -(-down // strip) < 4 * machine.multiprocessors * blocks * 32 * warps:
+        strip //= 2  # a small batch: rather load some rows twice than leave multiprocessors idle
+    kernel = specialise("norm_pool.cu", entry, SCALAR=SCALARS[dtype], WARPS=warps, BLOCKS=blocks, NORM=norm)
+    return Launch(kernel, (-(-columns * -(-down // strip) // (32 * warps)), 1), 32 * warps, 0), strip
+
+
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

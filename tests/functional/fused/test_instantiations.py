@@ -75,6 +75,24 @@ def test_kernels_of_the_networks_compile_and_fit(planned, architecture):
         "line_forward", "line_backward", "context_partial", "context_combine", "context_gradient",
         "norm_statistics", "norm_gradient", "table_gradient",
     }  # fmt: skip
+    check_that_they_fit(machine, binaries, plans)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("architecture", MACHINES)
+def test_kernels_of_the_stem_compile_and_fit(planned, architecture, dtype):
+    planned.machine = MACHINES[architecture]
+    stem = gsanet.create_model("gsa_resnet50", stem_width=64).stem.to(dtype)
+    stem(torch.zeros(1, 3, 16, 16, dtype=dtype)).sum().backward()
+    plans = dict.fromkeys(planned.launched)
+    binaries = compile_all([plan.kernel for plan in plans], architecture, workers=2)
+    assert planned.entries == {
+        "channel_sums", "norm_statistics", "norm_pool", "norm_pool_sums", "norm_gradient", "norm_pool_gradient",
+    }  # fmt: skip
+    check_that_they_fit(planned.machine, binaries, plans)
+
+
+def check_that_they_fit(machine, binaries, plans):
     for plan in plans:
         binary, constants = binaries[plan.kernel], dict(plan.kernel.constants)
         blocks = constants["BLOCKS"]

@@ -33,6 +33,14 @@ DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xfffff
 DEVICE Word float_bits(float value) { return __float_as_uint(value); }
 DEVICE float bits_float(Word bits) { return __uint_as_float(bits); }
 DEVICE float square_root(float value) { return sqrtf(value); }
+DEVICE float multiply_then_add(float a, float b, float c) { return fmaf(a, b, c); }  // rounded once
+
+// The larger one; not a number if one of them is not.
+DEVICE float maximum(float one, float other) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(one), "f"(other));
+  return result;
+}
 
 DEVICE float exponential(float value) {
   float result;

@@ -87,6 +87,13 @@ DEVICE float shuffle_xor(float value, int mask, HOST_SITE) {
 }
 
 DEVICE float square_root(float value) { return sqrtf(value); }
+DEVICE float multiply_then_add(float a, float b, float c) { return fmaf(a, b, c); }  // rounded once
+
+// The larger one, of zeros the positive one; not a number if one of them is not.
+DEVICE float maximum(float one, float other) {
+  if (one != one || other != other) return bits_float(0x7fffffff);
+  return one == other ? (signbit(one) ? other : one) : one > other ? one : other;
+}
 
 namespace host {
 inline float flush(float value) { return fabsf(value) < 0x1p-126f ? copysignf(0.f, value) : value; }

@@ -1,0 +1,145 @@
+"""Batch norms as operators of PyTorch, for training: their statistics, and the one before a ReLU and max pooling.
+
+`gsanet::channel_statistics` takes the statistics of a map at the speed of the memory. `gsanet::norm_relu_max_pool` is
+the tail of a ResNet's stem, which writes nothing of the size of its input, with its gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gsanet.functional.fused import calls
+
+
+@torch.library.custom_op("gsanet::channel_statistics", mutates_args=())
+def channel_statistics(x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+    """Of a batch norm: scale, shift, mean, 1 / standard deviation and variance, (5, channels) in float32.
+
+    Its gradient is in PyTorch's operators, for torch.compile to fuse with what follows.
+
+    Args:
+        x: (batch, channels, height, width), a multiple of 8 channels.
+        centre: A guess of the mean, such as the running one, in float32: the nearer, the more precise.
+        weight: Of the norm, in float32, or None.
+        bias: The same.
+        epsilon: Added to the variance.
+    """
+    return _statistics(_in_order(x), centre, weight, bias, epsilon)
+
+
+@channel_statistics.register_fake
+def _(x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+    return x.new_empty(5, x.shape[1], dtype=torch.float32)
+
+
+def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, _, weight, bias, _ = inputs
+    ctx.save_for_backward(x, weight, output)
+    ctx.has_bias = bias is not None
+
+
+def _statistics_gradient(ctx: Any, d_applied: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, applied = ctx.saved_tensors
+    scale, _, mean, inverse, _ = applied
+    d_scale, d_shift, d_mean, d_inverse, d_variance = d_applied
+    d_scale = d_scale - d_shift * mean
+    d_mean = d_mean - d_shift * scale
+    d_inverse = d_inverse + (d_scale if weight is None else d_scale * weight)
+    d_variance = d_variance - 0.5 * inverse**3 * d_inverse
+    count = x.numel() // x.shape[1]
+    mean, slope, level = (row.view(1, -1, 1, 1) for row in (mean, 2 * d_variance / count, d_mean / count))
+    d_x = ((x - mean) * slope + level).to(x.dtype)
+    return d_x, None, None if weight is None else d_scale * inverse, d_shift if ctx.has_bias else None, None
+
+
+channel_statistics.register_autograd(_statistics_gradient, setup_context=_save_statistics)
+
+
+@torch.library.custom_op("gsanet::norm_relu_max_pool", mutates_args=())
+def norm_relu_max_pool(
+    x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A batch norm with the statistics of this batch, ReLU, and max pooling of 3 x 3 pixels, stride 2, padding 1.
+
+    Args:
+        x: (batch, channels, height, width), a multiple of 8 channels.
+        centre: As in `channel_statistics`.
+        weight: The same.
+        bias: The same.
+        epsilon: The same.
+
+    Returns:
+        The output; of each window the input where the output comes from, and its place, 0 to 8 by rows, or 9 where the
+        output is 0; and the result of `channel_statistics`.
+    """
+    x = _in_order(x)
+    applied = _statistics(x, centre, weight, bias, epsilon)
+    pooled = calls.norm_pool(x, applied)
+    assert pooled.peak is not None
+    assert pooled.place is not None
+    return _to_feature_map(pooled.out), _to_feature_map(pooled.peak), _to_feature_map(pooled.place), applied
+
+
+@norm_relu_max_pool.register_fake
+def _(
+    x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out, peak = _fake_pooled(x), _fake_pooled(x)
+    return out, peak, torch.empty_like(out, dtype=torch.uint8), x.new_empty(5, x.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op("gsanet::norm_relu_max_pool_gradient", mutates_args=())
+def norm_relu_max_pool_gradient(
+    d_out: Tensor, x: Tensor, peak: Tensor, place: Tensor, applied: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x, and (2, channels) those of the weight and of the bias."""
+    x, d_out = _in_order(x), _in_order(d_out)
+    sums = calls.norm_pool_sums(x, d_out, _in_order(peak), applied)
+    coefficients = calls.norm_gradient(sums, applied, x.shape[:3].numel(), fixed=False)
+    d_x = calls.norm_pool_gradient(x, d_out, _in_order(place), coefficients)
+    return _to_feature_map(d_x), coefficients[3:5].clone()
+
+
+@norm_relu_max_pool_gradient.register_fake
+def _(d_out: Tensor, x: Tensor, peak: Tensor, place: Tensor, applied: Tensor) -> tuple[Tensor, Tensor]:
+    batch, channels, height, width = x.shape
+    d_x = x.new_empty(batch, height, width, channels).permute(0, 3, 1, 2)
+    return d_x, applied.new_empty(2, channels)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, _, weight, bias, _ = inputs
+    ctx.save_for_backward(x, *output[1:])
+    ctx.has_norm = weight is not None, bias is not None
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    d_x, d_norm = norm_relu_max_pool_gradient(d_out, *ctx.saved_tensors)
+    d_weight, d_bias = (gradient if has else None for gradient, has in zip(d_norm, ctx.has_norm, strict=True))
+    return d_x, None, d_weight, d_bias, None
+
+
+norm_relu_max_pool.register_autograd(_gradient, setup_context=_save)
+
+
+def _statistics(x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+    return calls.norm_statistics(
+        calls.channel_sums(x, centre), centre, weight, bias, x.shape[:3].numel(), epsilon
+    )  # fmt: skip
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """A feature map as (batch, x, y, channel), a view if it is channels-last already, at a multiple of 16 bytes."""
+    x = x.permute(0, 2, 3, 1).contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def _to_feature_map(x: Tensor) -> Tensor:
+    return x.permute(0, 3, 1, 2)
+
+
+def _fake_pooled(x: Tensor) -> Tensor:
+    batch, channels, height, width = x.shape
+    return x.new_empty(batch, (height + 1) // 2, (width + 1) // 2, channels).permute(0, 3, 1, 2)

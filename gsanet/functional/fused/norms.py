@@ -1,0 +1,96 @@
+"""Batch norms of networks in training on NVIDIA GPUs, where the kernels are faster than what they take the place of."""
+
+import torch
+from torch import Tensor, nn
+
+from gsanet.functional.backends import may_use
+from gsanet.functional.fused import norm_ops
+from gsanet.functional.fused.compiler import unavailable
+from gsanet.functional.fused.plan import SCALARS
+
+
+def takes(x: Tensor, norm: nn.BatchNorm2d) -> bool:
+    """Whether the functions of this module take a map and its norm; what they do not take is PyTorch's.
+
+    Args:
+        x: (batch, channels, height, width).
+        norm: It must be in training; hooks on it are the caller's concern.
+    """
+    # torch.fx calls with what is no tensor, and is to see PyTorch's operators, as torch.export is.
+    if not isinstance(x, Tensor) or not norm.training or x.dim() != 4 or _is_exporting():
+        return False
+    if not _runs_on_device(x) or x.dtype not in SCALARS or not may_use("fused"):
+        return False
+    batch, channels, height, width = x.shape
+    if channels != norm.num_features or channels % 8 or batch * height * width < 2:
+        return False
+    return all(one is None or one.device == x.device for one in (norm.weight, norm.running_mean))
+
+
+def batch_norm(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
+    """As `norm(x)`, for what `takes` takes; for torch.compile, to which all but the statistics is left to fuse."""
+    applied = norm_ops.channel_statistics(x, centre_of(norm, x), *_in_float32(norm), norm.eps)
+    _keep(norm, applied, x)
+    # One by one: the gradients of slices and of `unbind` would be stored before they are used.
+    scale, shift, mean = (applied[row].view(1, -1, 1, 1) for row in range(3))
+    mean = mean.detach()
+    # About the mean, so that the gradient of the scale is no small difference of large sums.
+    return ((x - mean) * scale + (shift + mean * scale)).to(x.dtype)
+
+
+def norm_relu_max_pool(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
+    """Max pooling, 3 x 3 pixels with a stride of 2 and a padding of 1, of relu(norm(x)); for what `takes` takes.
+
+    The same as the three layers one after the other, but that the maximum is found before anything is rounded.
+    """
+    weight, bias = _in_float32(norm)
+    out, _, _, applied = norm_ops.norm_relu_max_pool(x, centre_of(norm, x), weight, bias, norm.eps)
+    _keep(norm, applied, x)
+    return out
+
+
+def centre_of(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """What sums for a norm's statistics are taken about: its running mean, in float32."""
+    if norm.running_mean is None:
+        return x.new_zeros(norm.num_features, dtype=torch.float32)
+    return norm.running_mean.float()
+
+
+@torch.no_grad()
+def update_running_statistics(norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor, count: int) -> None:
+    """As the module itself keeps them; `count` values have this variance, divided by their number."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert norm.num_batches_tracked is not None
+    norm.num_batches_tracked.add_(1)
+    if norm.momentum is None:
+        share: Tensor | float = 1.0 / norm.num_batches_tracked.float()
+    else:
+        share = norm.momentum
+    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
+    norm.running_var.lerp_((variance * (count / (count - 1))).to(norm.running_var.dtype), share)
+
+
+def _in_float32(norm: nn.BatchNorm2d) -> tuple[Tensor | None, Tensor | None]:
+    weight, bias = (None if tensor is None else tensor.float() for tensor in (norm.weight, norm.bias))
+    return weight, bias
+
+
+@torch.no_grad()
+def _keep(norm: nn.BatchNorm2d, applied: Tensor, x: Tensor) -> None:
+    if norm.track_running_stats and norm.running_mean is not None:
+        update_running_statistics(norm, applied[2], applied[4], x.shape[0] * x.shape[2] * x.shape[3])
+
+
+def _runs_on_device(x: Tensor) -> bool:
+    return x.is_cuda and _is_available(x.device.index or 0)
+
+
+@torch.compiler.assume_constant_result
+def _is_available(index: int) -> bool:
+    return unavailable(torch.device("cuda", index)) is None
+
+
+def _is_exporting() -> bool:
+    # Older versions of PyTorch say so while they compile as well.
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
