@@ -71,9 +71,10 @@ def to_blocks(x: Tensor, weight: Tensor, padding: Sequence[int]) -> tuple[Tensor
 
 def _blocks(x: Tensor, around: Sequence[int], channels: int) -> Tensor:
     """2 x 2 pixels as channels, behind zeros around the map; `channels` more of zeros."""
-    return F.pad(F.pixel_unshuffle(F.pad(x, around), 2), (0, 0, 0, 0, 0, channels)).contiguous(
-        memory_format=torch.channels_last
-    )
+    pixels = F.pad(x, around).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # batch, channel, row, down, column, along
+    # What lies side by side in a channels-last image stays so.
+    blocks = pixels.permute(0, 2, 4, 3, 5, 1).flatten(3)
+    return F.pad(blocks, (0, channels)).permute(0, 3, 1, 2)
 
 
 def _dtype(x: Tensor) -> torch.dtype:

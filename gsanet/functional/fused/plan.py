@@ -15,9 +15,9 @@ BAND = 64  # pixels of a line whose scores are held at a time
 LONGEST = 320  # pixels of a line
 SHORT = 16  # pixels of a line up to which more and smaller blocks are faster
 WIDTHS = range(4, 129)  # channels of a head
-# Bytes of shared memory up to which a block of the context vectors takes a whole image at once; and of the two stages
-# through which it goes otherwise, and the most pixels in one of these.
-CONTEXT_WHOLE, CONTEXT_STAGES, CONTEXT_LENGTH = 96 * 1024, 66 * 1024, 112
+# The most pixels that a block of the context vectors takes at once, and bytes of shared memory: larger maps pass through
+# two stages.
+CONTEXT_LENGTH, CONTEXT_MEMORY = 112, 66 * 1024
 ROW_WARPS = 16  # that share the sums of what other kernels' blocks left
 
 
@@ -205,7 +205,7 @@ def plan_context(
     """The sums over pixels of content attention, and how their pieces are combined if there are several."""
     widest = max(shape.key, shape.value)
     heads = max(n for n in range(1, shape.heads + 1) if shape.heads % n == 0 and (n == 1 or n * widest <= 64))
-    whole = pixels <= 16384 // max(64, heads * widest) and _context_memory(shape, heads, pixels, 1) <= CONTEXT_WHOLE
+    whole = pixels <= CONTEXT_LENGTH and _context_memory(shape, heads, pixels, 1) <= CONTEXT_MEMORY
     # A long way through many pixels wants blocks for all multiprocessors, and several for each.
     wanted = (1 if whole else 3) * machine.multiprocessors
     while heads > 1 and images * shape.heads < heads * wanted:
@@ -213,8 +213,9 @@ def plan_context(
     length, stages, pieces = pixels, 1, 1
     if not whole:
         length = 16  # at a time
-        while length < CONTEXT_LENGTH and _context_memory(shape, heads, length + 16, 2) <= CONTEXT_STAGES:
+        while length < CONTEXT_LENGTH and _context_memory(shape, heads, length + 16, 2) <= CONTEXT_MEMORY:
             length += 16
+        length = _round_up(-(-pixels // -(-pixels // length)), 16)  # all of about one length
         stages, stretches = 2, -(-pixels // length)
         pieces = max(1, min(stretches, wanted * heads // (2 * images * shape.heads)))  # more than one for few images
         pieces = -(-stretches // -(-stretches // pieces))  # none is empty
@@ -242,7 +243,8 @@ def plan_context(
     if pieces > 1:
         constants |= {"WARPS": 8, "BLOCKS": 3}
         combine = specialise("context.cu", "context_combine" if softmax else "context_gradient", **constants)
-        launches.append(Launch(combine, (images * shape.heads, 1), 256, 0))
+        elements = shape.padded(shape.key) * shape.padded(shape.value)
+        launches.append(Launch(combine, (images * shape.heads, -(-elements // 256) if softmax else 1), 256, 0))
     return tuple(launches)
 
 

@@ -202,27 +202,20 @@ KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
       Accesses<WIDTH>::visit([&](int head, int channel) {
         const T* from = static_cast<const T*>(map.data) + image * map.batch + (first_head + head) * WIDTH + channel;
         auto to = [=](int pixel) { return tile.at(0, pixel, head) + channel; };
-        auto number = [=](int pixel) { return first + (pixel < count ? pixel : 0); };
-        if constexpr (decltype(pooled)::value)
-          return Moves{[=, &map, &arguments](int, int pixel) {
-                         const int x = number(pixel) / arguments.width / 2, y = number(pixel) % arguments.width / 2;
-                         return read_access(from + (static_cast<long long>(x) * (arguments.width / 2) + y) * map.pixel);
-                       },
-                       [=](const Access& access, int, int pixel) {
-                         float values[ACCESS];
-                         to_floats(values, access);
-#pragma unroll
-                         for (int i = 0; i < ACCESS; ++i) values[i] *= pixel < count ? 0.25f : 0.f;
-                         write_access(to(pixel), values);
-                       }};
-        else if constexpr (VECTOR)
-          return Moves{[=, &map](int, int pixel) {
-                         copy_async(to(pixel), from + static_cast<long long>(number(pixel)) * map.pixel, pixel < count);
+        auto source = [=, &map, &arguments](int pixel) {
+          int number = first + (pixel < count ? pixel : 0);
+          if constexpr (decltype(pooled)::value)
+            number = number / arguments.width / 2 * (arguments.width / 2) + number % arguments.width / 2;
+          return from + static_cast<long long>(number) * map.pixel;
+        };
+        if constexpr (VECTOR)
+          return Moves{[=](int, int pixel) {
+                         copy_async(to(pixel), source(pixel), pixel < count);
                          return 0;
                        },
                        [](int, int, int) {}};
         else
-          return Moves{[=, &map](int, int pixel) { return from[static_cast<long long>(number(pixel)) * map.pixel]; },
+          return Moves{[=](int, int pixel) { return *source(pixel); },
                        [=](T value, int, int pixel) { *to(pixel) = pixel < count ? value : T{}; }};
       });
     };
@@ -262,6 +255,11 @@ KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
     const long long image_head = static_cast<long long>(image) * arguments.heads + first_head + head;
     const long long piece_head = static_cast<long long>(block_index()) * arguments.heads + first_head + head;
     Unit& unit = units[own];
+    if constexpr (POOL)  // each of the four pixels had the whole gradient of their mean
+#pragma unroll
+      for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) unit.sums[tile][i] *= 0.25f;
     float inverse[2] = {};
 #pragma unroll
     for (int half = 0; half < KEY_HALVES; ++half) {
@@ -284,41 +282,41 @@ KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
   }
 }
 
-// One block for each image and head.
+// A row of blocks for each image and head, a thread for each key and value.
 KERNEL(THREADS, BLOCKS) context_combine(const Arguments arguments) {
   const int image = block_index() / arguments.heads, head = block_index() % arguments.heads;
   const long long channels = static_cast<long long>(arguments.heads) * KEY;
-  for (int i = thread_index(); i < QUERY_WIDTH * VALUE_WIDTH; i += THREADS) {
-    const int key = i / VALUE_WIDTH, value = i % VALUE_WIDTH;
-    float result = 0.f;
-    if (key < KEY && value < VALUE) {
-      const long long own = image * arguments.pieces * channels + head * KEY + key;
-      float largest = -infinity(), sum = 0.f;
-#pragma unroll 4
-      for (int piece = 0; piece < arguments.pieces; ++piece) {
-        const float here = arguments.maxima[own + piece * channels];
-        largest = largest < here ? here : largest;
-      }
-#pragma unroll 4
-      for (int piece = 0; piece < arguments.pieces; ++piece) {
-        const float weight = exponential(arguments.maxima[own + piece * channels] - largest);
-        sum += weight * arguments.sums[own + piece * channels];
-        result += weight * arguments.partial[(((static_cast<long long>(image) * arguments.pieces + piece) * arguments.heads + head) *
-                                                  KEY + key) * VALUE + value];
-      }
-      result /= sum;
-      if (value == 0) {
-        arguments.key_max[image * channels + head * KEY + key] = largest;
-        arguments.key_inverse[image * channels + head * KEY + key] = 1.f / sum;
-      }
+  const int i = block_row() * THREADS + thread_index(), key = i / VALUE_WIDTH, value = i % VALUE_WIDTH;
+  if (key >= QUERY_WIDTH) return;
+  float result = 0.f;
+  if (key < KEY && value < VALUE) {
+    const long long own = image * arguments.pieces * channels + head * KEY + key;
+    float largest = -infinity(), sum = 0.f;
+#pragma unroll 8
+    for (int piece = 0; piece < arguments.pieces; ++piece) {
+      const float here = arguments.maxima[own + piece * channels];
+      largest = largest < here ? here : largest;
     }
-    const long long start = static_cast<long long>(block_index()) * QUERY_WIDTH * VALUE_WIDTH;
-    arguments.context[start + by_key(key, value)] = to_scalar<T>(result);
-    arguments.turned[start + by_value(key, value)] = to_scalar<T>(result);
+#pragma unroll 8
+    for (int piece = 0; piece < arguments.pieces; ++piece) {
+      const float weight = exponential(arguments.maxima[own + piece * channels] - largest);
+      sum += weight * arguments.sums[own + piece * channels];
+      result += weight * arguments.partial[(((static_cast<long long>(image) * arguments.pieces + piece) * arguments.heads + head) *
+                                                KEY + key) * VALUE + value];
+    }
+    result /= sum;
+    if (value == 0) {
+      arguments.key_max[image * channels + head * KEY + key] = largest;
+      arguments.key_inverse[image * channels + head * KEY + key] = 1.f / sum;
+    }
   }
+  const long long start = static_cast<long long>(block_index()) * QUERY_WIDTH * VALUE_WIDTH;
+  arguments.context[start + by_key(key, value)] = to_scalar<T>(result);
+  arguments.turned[start + by_value(key, value)] = to_scalar<T>(result);
 }
 
-// The same for the gradient: dC / sum, and for each key the sum over values of C dC / sum.
+// The same for the gradient, one block for each image and head: dC / sum, and for each key the sum over values of C dC /
+// sum.
 KERNEL(THREADS, BLOCKS) context_gradient(const Arguments arguments) {
   const int image = block_index() / arguments.heads, head = block_index() % arguments.heads;
   const long long start = static_cast<long long>(block_index()) * QUERY_WIDTH * VALUE_WIDTH;

@@ -58,6 +58,7 @@ constexpr int OWN_PAIRS = (PAIRS + WARPS - 1) / WARPS;
 constexpr int LINE_TILES = TILE_ROWS / 16;
 constexpr int VALUE_TILES = VALUE_WIDTH / 8, QUERY_TILES = QUERY_WIDTH / 8;
 constexpr int X_DEPTH = depth_of<T>(16);  // depth of products over 16 attending pixels or 16 pairs
+constexpr int SLOTS = LENGTH <= 8 ? 8 : 16;  // attending pixels with scores; those of the others are zeros from the start
 
 // What a warp keeps in registers over all lines, as far as that leaves about 60 for the rest: its sums, the windows of the
 // table that its pixels meet, and the same transposed.
@@ -123,7 +124,7 @@ DEVICE void differentiate_pair(ValueSums& d_values, T* scores, ValueTile values,
 #pragma unroll
   for (int i = 0; i < EIGHTS; ++i) {
     store_two(scores_of(scores, row, pair) + i * 8 + column, sums[i][0], sums[i][1]);
-    store_two(scores_of(scores, row + 8, pair) + i * 8 + column, sums[i][2], sums[i][3]);
+    if constexpr (SLOTS > 8) store_two(scores_of(scores, row + 8, pair) + i * 8 + column, sums[i][2], sums[i][3]);
   }
 }
 
@@ -200,12 +201,13 @@ DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_
   const int warp = warp_index();
   // Past the end of the line too: queries are zero there, and scores must be.
   if constexpr (WINDOWS_IN_REGISTERS) {
-    score_pixel<X0 / 8>(scores, warp, tiles.queries, X0 + warp, windows);
-    if constexpr (WARPS == 8) score_pixel<X0 / 8 + 1>(scores, warp + 8, tiles.queries, X0 + 8 + warp, windows);
+    if (warp < SLOTS) score_pixel<X0 / 8>(scores, warp, tiles.queries, X0 + warp, windows);
+    if constexpr (WARPS == 8 && SLOTS > 8)
+      score_pixel<X0 / 8 + 1>(scores, warp + 8, tiles.queries, X0 + 8 + warp, windows);
   } else {
 #pragma unroll
-    for (int slot = 0; slot < 16; slot += WARPS)
-      score_pixel(scores, slot + warp, tiles.queries, X0 + slot + warp, table, 0);
+    for (int slot = 0; slot < SLOTS; slot += WARPS)
+      if (slot + warp < SLOTS) score_pixel(scores, slot + warp, tiles.queries, X0 + slot + warp, table, 0);
   }
   block_barrier();
 #pragma unroll
