@@ -70,8 +70,8 @@ def norm_relu_max_pool(
         epsilon: The same.
 
     Returns:
-        The output; of each window the input where the output comes from, and its place, 0 to 8 by rows, or 9 where the
-        output is 0; and the result of `channel_statistics`.
+        The output; of each window the input where the output comes from, and its place, 0 to 8 by rows, or 15 where
+        the output is 0; and the result of `channel_statistics`.
     """
     x = _in_order(x)
     applied = _statistics(x, centre, weight, bias, epsilon)

@@ -279,7 +279,7 @@ def plan_pool(
     Returns:
         The launch, and how many rows of windows a thread walks down.
     """
-    warps, blocks = 4, 4
+    warps, blocks = 4, 4 if entry == "norm_pool_gradient" else 5 if norm else 7  # as many as registers allow
     down, along = -(-height // 2), -(-width // 2)
     columns = images * along * (channels * dtype.itemsize // 16)
     strip = 8
