@@ -102,6 +102,16 @@ def test_channel_statistics_on_other_machines(kernels, multiprocessors):
     check_close("statistics", found, exact_statistics(x, None, None, 1e-5), FLOAT)
 
 
+def test_blocks_that_sum_fit_beside_the_cache(planned):
+    planned.machine = Machine(132, 227 * 1024, 228 * 1024)
+    for dtype in (FLOAT, BF16):
+        norm_ops.channel_statistics(torch.zeros(2, 256, 8, 8, dtype=dtype), torch.zeros(256), None, None, 1e-5)
+    for plan in planned.launched:
+        if plan.kernel.entry == "channel_sums":
+            room = plan.carveout / 100 * planned.machine.shared_memory_in_all
+            assert dict(plan.kernel.constants)["BLOCKS"] * (plan.shared_bytes + 1024) <= room < 100 * 1024
+
+
 def test_statistics_of_a_mean_far_from_zero(kernels):
     x = (1000 + normal(4, 16, 9, 9)).float().to(kernels.device)
     with kernels.running():
