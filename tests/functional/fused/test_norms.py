@@ -29,6 +29,7 @@ import gsanet
 from gsanet.functional import use_backend
 from gsanet.functional.fused import norm_ops, norms
 from gsanet.functional.fused.plan import Machine
+from gsanet.inference_blocks import InferenceMaxPool2d
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 
 LAST = torch.channels_last
@@ -603,3 +604,68 @@ def test_inductor_on_gpu(gpu):
     for key, value in expected.items():
         assert relative_error(found[key if key == "output" else f"_orig_mod.{key}"], value) < 1e-3, key
     torch._dynamo.reset()
+
+
+# --- Max pooling in inference.
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(FLOAT, (2, 16, 9, 10)), (BF16, (2, 64, 8, 7)), (HALF, (1, 8, 1, 1)), (BF16, (3, 72, 40, 2))],
+    ids=str,
+)
+def test_max_pool(kernels, dtype, shape):
+    x = feature_map(kernels, dtype, *shape)
+    x[0, 1] = -float("inf")
+    x[0, 2, 0, 0] = float("nan")
+    expected = F.max_pool2d(x, 3, 2, 1)
+    with kernels.running():
+        for form in (LAST, torch.contiguous_format):
+            out = norms.max_pool(x.contiguous(memory_format=form))
+            assert out.is_contiguous(memory_format=LAST)
+            assert torch.equal(out.nan_to_num(9.0), expected.nan_to_num(9.0))
+        for _ in kernels.other_orders():
+            assert torch.equal(norms.max_pool(x).nan_to_num(9.0), out.nan_to_num(9.0))
+    assert kernels.entries == {"norm_pool"}
+
+
+def test_max_pool_of_what_the_kernel_does_not_take(planned):
+    for x in (
+        torch.zeros(2, 12, 8, 8),
+        torch.zeros(2, 8, 8, 8, dtype=torch.float64),
+        torch.zeros(8, 8, 8),
+        torch.zeros(0, 8, 8, 8),
+        torch.zeros(2, 8, 8, 8, requires_grad=True),
+    ):
+        assert norms.max_pool(x).shape == F.max_pool2d(x, 3, 2, 1).shape
+    assert not planned.launched
+
+
+def test_max_pool_of_a_fused_network(kernels):
+    network = stem_network().to(kernels.device).eval()
+    fused = gsanet.fuse_for_inference(network)
+    assert type(fused.stem.pool) is InferenceMaxPool2d
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in fused.modules())
+    x = feature_map(kernels, FLOAT, 2, 3, 32, 32)
+    with kernels.running():
+        check_close("output", fused(x), network(x), FLOAT)
+        assert kernels.entries == {"norm_pool"}
+        with counting_compilations() as (graphs, backend):
+            check_close("compiled", torch.compile(fused, fullgraph=True, backend=backend)(x), network(x), FLOAT)
+        assert "max_pool" in graphs[0].code
+        fused.train()(x)  # as its layers are: nothing of the stem is fused a second time
+    symbolic = torch.fx.symbolic_trace(fused.stem)
+    check_close("traced", symbolic(x), network.stem(x), FLOAT)
+
+
+def test_other_pools_of_a_fused_network_stay():
+    pools = [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1, ceil_mode=True), nn.MaxPool2d(3, 2, 1), nn.MaxPool2d((3, 3), 2, 1)]
+    pools[2].register_forward_hook(hook)
+    fused = gsanet.fuse_for_inference(nn.Sequential(*pools))
+    assert [type(pool) for pool in fused] == [nn.MaxPool2d] * 3 + [InferenceMaxPool2d]
+
+
+def test_max_pool_has_no_gradient(kernels):
+    x = feature_map(kernels, FLOAT, 2, 8, 6, 6).requires_grad_()
+    with kernels.running(), pytest.raises(RuntimeError, match="max_pool has no gradient"):
+        norm_ops.max_pool(x).sum().backward()
