@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gsanet
+from gsanet.devices import check_device
 from gsanet.models.registry import as_typed
 from gsanet.provenance import package_commit
 
@@ -46,10 +47,7 @@ class BenchSetting:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device must be cpu or cuda, got {self.device!r}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device is cuda, but there is no GPU here")
+        check_device(self.device)
         if self.batch < 1 or self.seconds <= 0:
             raise ValueError(f"batch and seconds must be positive, got {self.batch} and {self.seconds}")
 

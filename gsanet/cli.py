@@ -31,6 +31,7 @@ console = Console()
 errors = Console(stderr=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="cpu or cuda. Default: the GPU if there is one.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -123,7 +124,7 @@ def bench(
     table: Annotated[int | None, typer.Option(help="The networks of this table of the paper.", min=1, max=6)] = None,
     img_size: Annotated[str, typer.Option(help="Image size, as 224 or 160x96 (height x width).")] = "224",
     batch: Annotated[int | None, typer.Option(help="Batch size. Default: 64 on a GPU, else 2.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = "",
+    device: DeviceOption = "",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16. Default: bfloat16 on a GPU.")] = "",
     seconds: Annotated[float, typer.Option(help="How long each network is timed, for each measurement.")] = 1.0,
     plot: Annotated[Path | None, typer.Option(help="Draw accuracy against size, FLOPs and time here (PNG).")] = None,
@@ -132,10 +133,9 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure networks side by side: training, inference, latency and memory at one setting."""
-    import torch
-
     from gsanet.bench import BenchSetting, environment
     from gsanet.bench import bench as measure
+    from gsanet.devices import default_device
     from gsanet.paper.figure import accuracies, check_drawable, draw
     from gsanet.paper.printed import Network, printed_table
     from gsanet.paper.results import read_results
@@ -148,7 +148,7 @@ def bench(
     if not networks:
         raise ValueError(f"no network matches {', '.join(map(repr, patterns))}: `gsanet models` lists them all")
     networks = list(dict.fromkeys(networks))
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
     gpu = device == "cuda"
     setting = BenchSetting(
         img_size=_parse_size(img_size) or (224, 224),
@@ -610,14 +610,15 @@ def predict(
     model: ModelOption = "",
     weights: WeightsOption = None,
     top: Annotated[int, typer.Option(help="How many classes to show, the likeliest first.", min=1)] = 5,
+    device: DeviceOption = "",
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what images show. An image that cannot be read is named at the end; exit code 1 if none could."""
     from gsanet.images import find_images
-    from gsanet.predict import load_classifier, predict_images
+    from gsanet.predict import predict_images
 
-    classifier = load_classifier(run, model, weights, _overrides(settings, {}))
+    classifier = _load_classifier(run, model, weights, settings, device)
     sources = find_images(images)
     found = predict_images(classifier, sources, top)
     predictions = list(track(found, description="Predicting", total=len(sources), console=errors, transient=True))
@@ -646,6 +647,7 @@ def explain(
     head: Annotated[int | None, typer.Option(help="Which head, from 1. Default: all.")] = None,
     out: Annotated[Path | None, typer.Option(help="The picture. Default: IMAGE-explain.png, in this folder.")] = None,
     npz: Annotated[Path | None, typer.Option(help="The numbers. Default: as the picture, with .npz.")] = None,
+    device: DeviceOption = "",
     settings: Settings = None,
 ) -> None:
     """Draw where a pixel takes from in a GSA module: the exact weights of content, column and row."""
@@ -654,7 +656,6 @@ def explain(
     from gsanet.explain.figure import draw
     from gsanet.explain.image import explain_image, place_of
     from gsanet.images import read_image
-    from gsanet.predict import load_classifier
 
     place = _parse_place(at)
     out = out or Path(f"{Path(image).stem}-explain.png")
@@ -663,9 +664,8 @@ def explain(
         if not file.parent.is_dir():
             raise ValueError(f"there is no folder {file.parent} to write {file.name} into")
     picture = read_image(image)
-    found = explain_image(
-        load_classifier(run, model, weights, _overrides(settings, {})), picture.image, place, stage, block
-    )
+    classifier = _load_classifier(run, model, weights, settings, device)
+    found = explain_image(classifier, picture.image, place, stage, block)
     draw(found, out, head)
     explanation = found.explanation
     arrays: dict[str, Any] = explanation.arrays()
@@ -694,14 +694,14 @@ def explore(
         str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines reach it.")
     ] = "127.0.0.1",
     port: Annotated[int | None, typer.Option(help="Default: 7860, or the next that is free.", min=0, max=65535)] = None,
+    device: DeviceOption = "",
     settings: Settings = None,
 ) -> None:
     """Open a page in the browser: click a pixel of a picture, and see where each branch and head attends."""
     from gsanet.explore.server import check_installed, serve
-    from gsanet.predict import load_classifier
 
     check_installed()
-    classifier = load_classifier(run, model, weights, _overrides(settings, {}))
+    classifier = _load_classifier(run, model, weights, settings, device)
     # So that what was uploaded is removed then, too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
@@ -709,6 +709,16 @@ def explore(
         console.print(f"The explorer is at {address} (Ctrl+C ends it)", highlight=False, soft_wrap=True)
 
     serve(classifier, host, port, ready)
+
+
+def _load_classifier(run: Path | None, model: str, weights: Path | None, settings: Settings, device: str) -> Any:
+    """The network that `predict`, `explain` and `explore` are about."""
+    from gsanet.devices import check_device
+    from gsanet.predict import load_classifier
+
+    if device:
+        check_device(device)
+    return load_classifier(run, model, weights, _overrides(settings, {}), device or None)
 
 
 def _show_predictions(predictions: Sequence[Any]) -> list[Table | str]:

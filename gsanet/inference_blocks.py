@@ -1,10 +1,8 @@
 """Layers and residual blocks of networks for inference, in which a ReLU costs no pass over memory of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import torchvision
 from timm.layers import ConvNormAct, to_2tuple
@@ -13,9 +11,8 @@ from torch import Tensor, fx, nn
 
 from gsanet.functional.convolution import convolution_relu
 from gsanet.functional.fused.norms import max_pool
-
-if TYPE_CHECKING:
-    from gsanet.inference import Chains
+from gsanet.inference_chains import Chains, has_hooks
+from gsanet.layers.block_convolution import BlockConv2d
 
 __all__ = ["ConvolutionReLU", "InferenceBlock", "InferenceMaxPool2d"]
 
@@ -53,7 +50,8 @@ class ConvolutionReLU(nn.Conv2d):
 def takes_relu(convolution: nn.Module | None) -> TypeGuard[nn.Conv2d]:
     """Whether a convolution, its norm folded, can be a `ConvolutionReLU`."""
     return (
-        type(convolution) is nn.Conv2d
+        isinstance(convolution, nn.Conv2d)
+        and type(convolution) in (nn.Conv2d, BlockConv2d)
         and convolution.groups == 1  # for others cuDNN has slower kernels, or none
         and convolution.padding_mode == "zeros"
         and not isinstance(convolution.padding, str)
@@ -214,8 +212,3 @@ def _end(chains: Chains, module: nn.Module) -> nn.Module | None:
 
 def _does_nothing(module: nn.Module) -> bool:
     return type(module) is nn.Identity and not has_hooks(module)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether someone looks at what enters or leaves a module: then it keeps its place."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from gsanet.devices import default_device
 from gsanet.images import UnreadableImageError, read_image
 from gsanet.layers.relative import TABLES
-from gsanet.models.described import read_description, shipped_weights
-from gsanet.models.fit import layer_names
+from gsanet.models.described import count_classes, read_description, shipped_weights
 from gsanet.train.data import DataSettings
 from gsanet.train.data.augment import evaluation_views, render
 from gsanet.train.engine import make_model
@@ -210,8 +210,9 @@ def load_classifier(
                 f"{error}; if they were trained at another image size, say so: --set img_size=64"
             ) from None
         raise
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return Classifier(network.to(device).eval(), Transform(recipe.data_settings), tuple(names), recipe.model)
+    return Classifier(
+        network.to(device or default_device()).eval(), Transform(recipe.data_settings), tuple(names), recipe.model
+    )
 
 
 def predict_images(
@@ -257,8 +258,7 @@ def _read_names(file: Path) -> list[str]:
 def _count_classes(recipe: Recipe, source: Path) -> int:
     """The number of classes, from the shape of the classifier."""
     settings: Any = make_model(recipe, 0).pretrained_cfg
-    weight = f"{layer_names(settings['classifier'])[0]}.weight"
-    found = read_weights(source)
-    if weight not in found:
-        raise ValueError(f"the weights of {source} do not fit the model: {weight} is missing there")
-    return len(found[weight])
+    shapes = {name: tensor.shape for name, tensor in read_weights(source).items()}
+    if (count := count_classes(shapes, settings["classifier"])) is None:
+        raise ValueError(f"the weights of {source} do not fit the model: they have no head for classes")
+    return count

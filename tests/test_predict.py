@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 from PIL import Image
 
+from gsanet import predict
 from gsanet.predict import Transform, View, load_classifier, predict_images
 from gsanet.train.data import DataSettings, open_data
 from gsanet.train.recipe import load_recipe
@@ -49,6 +50,10 @@ def test_weights_with_and_without_what_they_are(run, digit, tmp_path):
     bare = load_classifier(None, "gsa_resnet26_tiny", tmp_path / "bare.safetensors", options, "cpu")
     assert list(predict_images(bare, [digit])) == expected
     assert not bare.class_names
+    headless = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.fc")}
+    safetensors.torch.save_file(headless, tmp_path / "headless.safetensors")
+    with pytest.raises(ValueError, match=r"headless\.safetensors do not fit the model: they have no head for classes"):
+        load_classifier(None, "gsa_resnet26_tiny", tmp_path / "headless.safetensors", options)
     with pytest.raises(ValueError, match="does not say which network"):
         load_classifier(weights=tmp_path / "bare.safetensors")
     with pytest.raises(ValueError, match="say so: --set img_size=64"):
@@ -116,7 +121,24 @@ def test_help(gsanet):
     assert "--weights" in out
 
 
-def test_mistakes_are_one_line(gsanet, digits_run, run, digit, tmp_path):
+@pytest.mark.parametrize("command", [("predict",), ("explain", "--at", "4,3", "--stage", "2")])
+def test_where_it_computes(gsanet, run, digit, tmp_path, monkeypatch, command):
+    asked = []
+
+    def load(*arguments):
+        asked.append(arguments[-1])
+        return load_classifier(*arguments[:-1], device="cpu")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(predict, "load_classifier", load)
+    for option in ([], ["--device", "cpu"]):
+        code, _, complaint = gsanet(*command, digit, "--run", run, *option)
+        assert code == 0, complaint
+    assert asked == [None, "cpu"]
+
+
+def test_mistakes_are_one_line(gsanet, digits_run, run, digit, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments, words in (
         (["--run", digits_run], "holds several runs: choose"),
         (["--run", tmp_path], "is no run directory"),
@@ -126,6 +148,8 @@ def test_mistakes_are_one_line(gsanet, digits_run, run, digit, tmp_path):
         (["--model", "gsa_resnet50"], "`gsanet demo`, then --run runs/quickstart/gsa_resnet26_tiny"),
         (["--weights", "nowhere"], "there is no file of weights nowhere"),
         (["--weights", digit], "is not a safetensors file"),
+        (["--run", run, "--device", "tpu"], "device must be cpu or cuda, got 'tpu'"),
+        (["--run", run, "--device", "cuda"], "device is cuda, but there is no GPU here"),
         (["--weights", run / "best" / "model.safetensors", "--model", "gsa_resnet38"], "do not fit the model"),
     ):
         code, _, complaint = gsanet("predict", digit, *arguments)

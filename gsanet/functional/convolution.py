@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gsanet.functional.blocks import is_exporting, pays, to_blocks
+
 __all__ = ["convolution_relu"]
 
 # float32 stays with PyTorch: cuDNN may round it to TF32 here, whatever the precision of other convolutions.
@@ -43,6 +45,9 @@ def convolution_relu(
         dilation: The same.
     """
     if _is_for_operator(x, weight, bias, residual, stride, padding, dilation):
+        if pays(x, weight, stride, padding, dilation):
+            x, weight = to_blocks(x, weight, padding)
+            stride, padding = (1, 1), (0, 0)
         return fused_convolution_relu(x, weight, bias, residual, stride, padding, dilation)
     return _in_steps(x, weight, bias, residual, stride, padding, dilation)
 
@@ -51,7 +56,7 @@ def _is_for_operator(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *settings: Sequence[int]
 ) -> bool:
     tensors = [x, weight, bias] if residual is None else [x, weight, bias, residual]
-    if not _is_on_gpu(x) or x.dtype not in DTYPES or x.dim() != 4 or _is_exporting():
+    if not _is_on_gpu(x) or x.dtype not in DTYPES or x.dim() != 4 or is_exporting():
         return False
     if any(tensor.dtype != x.dtype or tensor.device != x.device for tensor in tensors):  # as autocast may leave them
         return False
@@ -63,11 +68,6 @@ def _is_for_operator(
 
 def _is_on_gpu(x: Tensor) -> bool:
     return x.is_cuda
-
-
-def _is_exporting() -> bool:
-    # Older versions of PyTorch say so while they compile as well.
-    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def _in_steps(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *settings: Sequence[int]) -> Tensor:

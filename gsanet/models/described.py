@@ -110,13 +110,16 @@ def read_description(file: str | Path) -> Description:
     return Description(file, **lists, **texts)
 
 
-def count_classes(file: str | Path, classifier: str | Sequence[str] | None) -> int | None:
-    """The number of classes that weights have a head for, from its shape; None if they have no head."""
+def read_shapes(file: str | Path) -> dict[str, Sequence[int]]:
+    """The shapes of a safetensors file's tensors, which are not read."""
     with safetensors.safe_open(file, "pt") as opened:
-        for name in layer_names(classifier):
-            if f"{name}.weight" in opened.keys():  # noqa: SIM118 (it is no dictionary)
-                return opened.get_slice(f"{name}.weight").get_shape()[0]
-    return None
+        return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 (no dictionary)
+
+
+def count_classes(shapes: Mapping[str, Sequence[int]], classifier: str | Sequence[str] | None) -> int | None:
+    """The number of classes that weights of these shapes have a head for; None if they have no head."""
+    heads = [f"{name}.weight" for name in layer_names(classifier)]
+    return next((shapes[name][0] for name in heads if name in shapes), None)
 
 
 def shipped_file(name: str) -> Path | None:

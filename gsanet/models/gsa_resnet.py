@@ -20,6 +20,7 @@ from torch import nn
 from gsanet.layers import AxialAttention, GlobalSelfAttention, LocalRelation
 from gsanet.layers.attention import Attention
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
+from gsanet.layers.block_convolution import BlockConv2d
 from gsanet.layers.relative import RelativeTables
 from gsanet.layers.stand_alone_attention import AttentionStem
 from gsanet.models.described import with_shipped
@@ -188,10 +189,13 @@ class GSAResNet(ByobNet):
 
     def _make_stem(self, stem: Stem, channels: int, factory: dict[str, Any]) -> None:
         """Put what timm has no stem for, or a slower one, in the place of its own."""
-        if stem == "3x3/1":
-            self.stem.conv.stride = (1, 1)
-        elif stem == "7x7/2+maxpool":
+        if stem == "7x7/2+maxpool":
+            self.stem.conv1.conv = BlockConv2d.take_over(self.stem.conv1.conv)
             self.stem = PooledStem(self.stem)
+        elif stem == "7x7/2":
+            self.stem.conv = BlockConv2d.take_over(self.stem.conv)
+        elif stem == "3x3/1":
+            self.stem.conv.stride = (1, 1)
         elif stem == "attention/4":
             self.stem = AttentionStem(self.in_chans, channels, **factory)
         elif stem == "relation/2+maxpool":
@@ -216,7 +220,7 @@ class GSAResNet(ByobNet):
 def _start_as_pytorch_does(model: nn.Module) -> None:
     """Initialise the convolutions anew; those inside an attention module are that module's own affair."""
     for module in model.children():
-        if type(module) is nn.Conv2d:
+        if isinstance(module, nn.Conv2d) and type(module) in (nn.Conv2d, BlockConv2d):
             module.reset_parameters()
         elif not isinstance(module, Attention):
             _start_as_pytorch_does(module)

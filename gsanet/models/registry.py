@@ -7,7 +7,7 @@ from typing import Any
 import timm
 from torch import nn
 
-from gsanet.models.described import count_classes, read_description, shipped_weights
+from gsanet.models.described import count_classes, read_description, read_shapes, shipped_weights
 from gsanet.suggest import suggest
 
 MODULES = [
@@ -63,7 +63,7 @@ def _create_from(name: str, source: str | Path, kwargs: dict[str, Any]) -> nn.Mo
     if described.model not in ("", name):
         raise ValueError(f"{source} holds weights of {described.model}, not of {name}")
     config = described.config()
-    if classes := count_classes(source, timm.get_pretrained_cfg(name).classifier):
+    if classes := count_classes(read_shapes(source), timm.get_pretrained_cfg(name).classifier):
         config["num_classes"] = classes
     return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=config, **{**described.options, **kwargs})
 

@@ -181,7 +181,8 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False, stop_after: flo
 def make_accelerator(recipe: Recipe) -> Accelerator:
     """The processes and their devices; on one CPU, one process."""
     if torch.cuda.is_available():
-        torch.backends.cudnn.benchmark = True
+        # What is fastest today may be another algorithm tomorrow: not for one who asked torch for the same bits again.
+        torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
         torch.set_float32_matmul_precision("high")
     timeout = InitProcessGroupKwargs(timeout=timedelta(minutes=recipe.timeout_minutes))
     return Accelerator(cpu=not torch.accelerator.is_available(), kwargs_handlers=[timeout])

@@ -96,6 +96,7 @@ def test_mistakes_are_one_line(gsanet, digits_run, digit, tmp_path):
         (["--at", "1,1", "--run", digits_run / "conv_resnet26_tiny"], "conv_resnet26_tiny has no GSA modules"),
         (["--at", "1,1", *run, "--stage", 4], "stage 4 of gsa_resnet26_tiny has no GSA modules"),
         (["--at", "1,1", *run, "--head", 9], "head must be from 1 to 8, got 9"),
+        (["--at", "1,1", *run, "--device", "tpu"], "device must be cpu or cuda, got 'tpu'"),
         (["--at", "1,1", *run, "--out", "nowhere/x.png"], "there is no folder nowhere to write x.png into"),
     ):
         code, _, complaint = gsanet("explain", digit, *arguments)

@@ -47,6 +47,8 @@ Norm: Any = _structure(
     blocks=c_int, channels=c_int, count=c_float, epsilon=c_float, fixed=c_int,
 )  # fmt: skip
 
+Table: Any = _structure("Table", partial=c_void_p, out=c_void_p, blocks=c_int, columns=c_int)
+
 ChannelSums: Any = _structure(
     "ChannelSums",
     x=c_void_p, centre=c_void_p, partial=c_void_p, rows=c_longlong, channels=c_int, groups=c_int,

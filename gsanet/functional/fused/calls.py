@@ -25,6 +25,7 @@ from gsanet.functional.fused.plan import (
     plan_norm,
     plan_pool,
     plan_sums,
+    plan_table,
 )
 
 
@@ -232,7 +233,7 @@ def attend_gradient(
         statistics=moments is not None,
     )
     assert plan is not None
-    d_rel = q.new_empty(plan.grid[0] * plan.grid[1], *rel.shape, dtype=torch.float32)
+    parts = q.new_empty(plan.grid[0] * plan.grid[1], *rel.shape, dtype=torch.float32)
     statistics = None
     if moments is not None:
         statistics = q.new_empty(plan.grid[0], 2, heads * v.shape[4], dtype=torch.float32)
@@ -243,7 +244,7 @@ def attend_gradient(
         d_queries=arguments.line_map(d_queries, axis),
         d_values=arguments.line_map(d_values, axis),
         rel=rel.data_ptr(),
-        d_rel=d_rel.data_ptr(),
+        d_rel=parts.data_ptr(),
         norm=_pointer(norm if coefficients is None else coefficients),
         context=_pointer(context),
         moments=_pointer(moments),
@@ -262,7 +263,15 @@ def attend_gradient(
         values.key_max = content.key_max.data_ptr()
         values.key_offset = content.key_offset.data_ptr()
     _launch(plan, values, q)
-    return AttendedGradient(d_rel.sum(0), statistics)
+    return AttendedGradient(_sum_table(parts, rel), statistics)
+
+
+def _sum_table(parts: Tensor, like: Tensor) -> Tensor:
+    """The gradient of a table from its parts, (blocks, offsets, channels) in float32."""
+    out = torch.empty_like(like)
+    values = arguments.Table(partial=parts.data_ptr(), out=out.data_ptr(), blocks=parts.shape[0], columns=out.numel())
+    _launch(plan_table(like.dtype, out.numel()), values, parts)
+    return out
 
 
 class ContextVectors(NamedTuple):

@@ -45,7 +45,7 @@ def positional_attention_gradient(
         return d_q, d_v, torch.zeros_like(rel)
     q, v, d_out = (calls.side_by_side(tensor) for tensor in (q, v, d_out))
     gradient = calls.attend_gradient(q, v, rel.contiguous(), d_out, _axis(axis), d_q, d_v)
-    return d_q, d_v, gradient.d_rel.to(rel.dtype)
+    return d_q, d_v, gradient.d_rel
 
 
 @positional_attention_gradient.register_fake
@@ -241,10 +241,12 @@ def _attention_map(
 
     Returns:
         The output, the output of the column layer, `applied`, the four tensors of the context vectors, and q, k and v
-        in one tensor, or nothing if it is better to project them again (`KEPT`).
+        in one tensor (pixels, channels), or nothing if it is better to project them again (`KEPT`). It has no four
+        dimensions because torch.compile would copy it, taking it for a map that it wants channels-last, and back again
+        before the backward pass.
     """
     projected = _project(x, weight)
-    q, k, v = _split(projected, heads, dim_key, content)
+    q, k, v = _split(projected, x, heads, dim_key, content)
     rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()
     vectors = calls.context_vectors(k, v) if k is not None else _no_context(x)
     column, statistics = calls.attend(q, v, rel_column, "column", centre=centre if applied is None else None)
@@ -282,7 +284,7 @@ def _(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
     v = x.new_empty(batch, height, width, heads, dim_out // heads)
     out = x.new_empty(batch, height // stride, width // stride, heads, dim_out // heads)
     vectors = calls.empty_context(q, v) if content else _no_context(x)
-    projected = x.new_empty(batch, height, width, weight.shape[0]) if x.shape[1] >= KEPT else x.new_empty(0)
+    projected = x.new_empty(batch * height * width, weight.shape[0]) if x.shape[1] >= KEPT else x.new_empty(0)
     return _to_feature_map(out), v, x.new_empty(5, dim_out, dtype=torch.float32), *vectors, projected
 
 
@@ -309,11 +311,11 @@ def _attention_map_gradient(
 
     `fixed`: the batch norm's statistics were given.
     """
-    q, k, v = _split(projected if projected.numel() else _project(x, weight), heads, dim_key, content)
+    q, k, v = _split(projected if projected.numel() else _project(x, weight), x, heads, dim_key, content)
     batch, height, width = q.shape[:3]
     rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()
-    d_projected = q.new_empty(batch, height, width, weight.shape[0])
-    d_q, d_k, d_v = _split(d_projected, heads, dim_key, content)
+    d_projected = q.new_empty(batch * height * width, weight.shape[0])
+    d_q, d_k, d_v = _split(d_projected, x, heads, dim_key, content)
     d_out = d_out.permute(0, 2, 3, 1).contiguous()
     if d_out.data_ptr() % 16:
         d_out = d_out.clone()  # the sums of channels need whole accesses
@@ -335,10 +337,9 @@ def _attention_map_gradient(
         q, v, rel_column, d_normalised, "column", d_q, d_v,
         accumulate=True, coefficients=coefficients, normalised=column, content=content_gradient,
     )  # fmt: skip
-    pixels, d_pixels = _pixels(x), d_projected.flatten(0, 2)
-    d_x = (d_pixels @ weight).unflatten(0, (batch, height, width)).permute(0, 3, 1, 2)
-    d_weight = d_pixels.T @ pixels
-    return d_x, d_weight, columns.d_rel.to(rel_column.dtype), row.d_rel.to(rel_row.dtype), coefficients[3:5].clone()
+    d_x = (d_projected @ weight).unflatten(0, (batch, height, width)).permute(0, 3, 1, 2)
+    d_weight = d_projected.T @ _pixels(x)
+    return d_x, d_weight, columns.d_rel, row.d_rel, coefficients[3:5].clone()
 
 
 attention_map_gradient = torch.library.custom_op(
@@ -458,7 +459,7 @@ def _attention_map_inference(
     content: bool,
     stride: int,
 ) -> Tensor:
-    q, k, v = _split(_project(x, weight), heads, dim_key, content)
+    q, k, v = _split(_project(x, weight), x, heads, dim_key, content)
     context = None if k is None else calls.context_vectors(k, v).turned
     column = calls.attend(q, v, rel_column.contiguous(), "column").out
     out = calls.attend(
@@ -522,14 +523,17 @@ def _pixels(x: Tensor) -> Tensor:
 
 
 def _project(x: Tensor, weight: Tensor) -> Tensor:
-    return (_pixels(x) @ weight.T).view(x.shape[0], x.shape[2], x.shape[3], -1)
+    return _pixels(x) @ weight.T
 
 
-def _split(projected: Tensor, heads: int, dim_key: int, content: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """q, k and v of one tensor (batch, x, y, channels of all)."""
+def _split(
+    projected: Tensor, x: Tensor, heads: int, dim_key: int, content: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """q, k and v, maps as large as x, of one tensor (pixels, channels of all)."""
     keys = dim_key if content else 0
-    widths = (dim_key, keys, projected.shape[3] - dim_key - keys)
-    q, k, v = (part.unflatten(-1, (heads, part.shape[-1] // heads)) for part in projected.split(widths, dim=3))
+    widths = (dim_key, keys, projected.shape[1] - dim_key - keys)
+    maps = projected.view(x.shape[0], x.shape[2], x.shape[3], sum(widths)).split(widths, dim=3)
+    q, k, v = (part.unflatten(-1, (heads, part.shape[-1] // heads)) for part in maps)
     return q, k if content else None, v
 
 

@@ -15,6 +15,10 @@ BAND = 64  # pixels of a line whose scores are held at a time
 LONGEST = 320  # pixels of a line
 SHORT = 16  # pixels of a line up to which more and smaller blocks are faster
 WIDTHS = range(4, 129)  # channels of a head
+# Bytes of shared memory up to which a block of the context vectors takes a whole image at once; and of the two stages
+# through which it goes otherwise, and the most pixels in one of these.
+CONTEXT_WHOLE, CONTEXT_STAGES, CONTEXT_LENGTH = 96 * 1024, 66 * 1024, 112
+ROW_WARPS = 16  # that share the sums of what other kernels' blocks left
 
 
 @dataclass(frozen=True)
@@ -205,14 +209,20 @@ def plan_context(
     """The sums over pixels of content attention, and how their pieces are combined if there are several."""
     widest = max(shape.key, shape.value)
     heads = max(n for n in range(1, shape.heads + 1) if shape.heads % n == 0 and (n == 1 or n * widest <= 64))
-    while heads > 1 and images * shape.heads < heads * machine.multiprocessors:
-        heads = max(n for n in range(1, heads) if shape.heads % n == 0)  # few images: more blocks
-    most = 16384 // max(64, heads * widest)
-    pieces = 1 if pixels <= most else -(-2 * pixels // most)  # small ones leave room for several blocks
-    while (shared := _context_memory(shape, heads, -(-pixels // pieces))) > machine.shared_memory:
-        pieces += 1  # padding may take more than the channels themselves
-    length = -(-pixels // pieces)
-    pieces = -(-pixels // length)  # none is empty
+    whole = pixels <= 16384 // max(64, heads * widest) and _context_memory(shape, heads, pixels, 1) <= CONTEXT_WHOLE
+    # A long way through many pixels wants blocks for all multiprocessors, and several for each.
+    wanted = (1 if whole else 3) * machine.multiprocessors
+    while heads > 1 and images * shape.heads < heads * wanted:
+        heads = max(n for n in range(1, heads) if shape.heads % n == 0)
+    length, stages, pieces = pixels, 1, 1
+    if not whole:
+        length = 16  # at a time
+        while length < CONTEXT_LENGTH and _context_memory(shape, heads, length + 16, 2) <= CONTEXT_STAGES:
+            length += 16
+        stages, stretches = 2, -(-pixels // length)
+        pieces = max(1, min(stretches, wanted * heads // (2 * images * shape.heads)))  # more than one for few images
+        pieces = -(-stretches // -(-stretches // pieces))  # none is empty
+    shared = _context_memory(shape, heads, length, stages)
     # A warp takes 16 keys of one head; the wider ones of these need more registers.
     warps = 8 if heads * -(-shape.key // 16) > 4 else 4
     blocks = (3 if widest <= 16 else 2) * 8 // warps
@@ -228,6 +238,7 @@ def plan_context(
         "VECTOR": shape.vector,
         "SOFTMAX": softmax,
         "POOL": pool,
+        "STAGES": stages,
         "WHOLE": pieces == 1,
     }
     partial = specialise("context.cu", "context_partial", **constants)
@@ -239,15 +250,28 @@ def plan_context(
     return tuple(launches)
 
 
-def _context_memory(shape: Shape, heads: int, length: int) -> int:
+def _context_memory(shape: Shape, heads: int, length: int, stages: int) -> int:
     tiles = sum(shape.tile(shape.padded(width), heads, 1, length) for width in (shape.key, shape.value))
-    return _round_up((tiles + 16) * shape.size, 16)
+    return _round_up((stages * tiles + 16) * shape.size, 16)
 
 
 @functools.cache
 def plan_norm(channels: int, entry: str) -> Launch:
     """The statistics of the batch norm (`norm_statistics`) or its gradients (`norm_gradient`)."""
-    return Launch(specialise("norm.cu", entry, WARPS=8, BLOCKS=1), (-(-channels // 8), 1), 256, 0)
+    return _plan_rows(specialise("norm.cu", entry, WARPS=ROW_WARPS, BLOCKS=1), channels, 2)
+
+
+@functools.cache
+def plan_table(dtype: torch.dtype, columns: int) -> Launch:
+    """The sum of what the blocks of a line layer's gradient left of the gradient of its table."""
+    kernel = specialise("table.cu", "table_gradient", SCALAR=SCALARS[dtype], WARPS=ROW_WARPS, BLOCKS=1)
+    return _plan_rows(kernel, columns, 1)
+
+
+def _plan_rows(kernel: Specialisation, columns: int, numbers: int) -> Launch:
+    """Sums over rows, `kernels/rows.cuh`, of so many numbers for each column."""
+    threads = 32 * ROW_WARPS
+    return Launch(kernel, (-(-columns // 32), 1), threads, numbers * threads * 4)
 
 
 @functools.cache

@@ -215,15 +215,30 @@ def races(how, order):
     return values[:64]
 
 
-def test_races():
+MANY_ORDERS = ("forward", "reverse", *(f"random:{seed}" for seed in range(20)))
+
+
+def test_no_race():
     right = races(0, "forward")
     assert right.isfinite().all()
-    assert torch.equal(races(0, "reverse"), right)
-    assert all(torch.equal(races(0, f"random:{seed}"), right) for seed in range(20))
-    for how in range(1, 6):
-        wrong = [order for order in ("forward", "reverse") if not torch.equal(races(how, order), right)]
-        assert wrong, how
-        assert not all(torch.equal(races(how, f"random:{seed}"), right) for seed in range(20)), how
+    assert all(torch.equal(races(0, order), right) for order in MANY_ORDERS)
+
+
+@pytest.mark.parametrize("how", range(1, 8))
+def test_races_in_shared_memory(how):
+    """Any one order is enough, even where no value depends on it."""
+    place = "the beginning" if how == 1 else r"(block|warp)_barrier at mistakes\.cu:\d+"
+    message = rf"a race: byte \d+ of shared memory is (read|written) after {place}, and was (read|written) by "
+    for order in MANY_ORDERS:
+        with pytest.raises(RuntimeError, match=message):
+            races(how, order)
+
+
+def test_races_in_global_memory():
+    """Another order gives other values."""
+    right = races(0, "forward")
+    assert any(not torch.equal(races(8, order), right) for order in ("forward", "reverse"))
+    assert any(not torch.equal(races(8, f"random:{seed}"), right) for seed in range(20))
 
 
 def test_what_does_not_start():

@@ -73,7 +73,7 @@ def test_kernels_of_the_networks_compile_and_fit(planned, architecture):
     binaries = compile_all([plan.kernel for plan in plans], architecture, workers=2)
     assert {plan.kernel.entry for plan in plans} == {
         "line_forward", "line_backward", "context_partial", "context_combine", "context_gradient",
-        "norm_statistics", "norm_gradient",
+        "norm_statistics", "norm_gradient", "table_gradient",
     }  # fmt: skip
     check_that_they_fit(machine, binaries, plans)
 

@@ -6,7 +6,8 @@ there is one, on the GPU, with more and larger shapes. With any NVIDIA card of c
     python -m pytest -n 8 -k gpu tests/functional/fused/test_kernels.py
 
 Results of the kernels are allocated full of NaN, so that what a kernel leaves out shows. On the host each call is made
-three times, with the lanes, warps and blocks in different orders: a race shows as a different result.
+three times, with the lanes, warps and blocks in different orders: a race in global memory shows as a different result.
+One in shared memory is an error in any order.
 """
 
 import contextlib
@@ -274,6 +275,28 @@ def test_content_attention(kernels, dtype, size, heads, key, value):
     shapes = (*size, heads, key), (*size, heads, key), (*size, heads, value)
     check_function(kernels, content_attention, *shapes, dtype=dtype)
     assert "context_partial" in kernels.entries
+
+
+@pytest.mark.parametrize("kernels", ["host"], indirect=True)
+@pytest.mark.parametrize(("multiprocessors", "pieces"), [(1, 1), (6, 2), (132, 3)])
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+def test_a_map_in_stages(kernels, dtype, multiprocessors, pieces):
+    """A block goes through its piece of a map while the next pixels arrive; the largest key may come at the end."""
+    kernels.machine = Machine(multiprocessors, 227 * 1024, 228 * 1024)
+    # In 16 bits the sum itself would be rounded.
+    rising = torch.linspace(-30, 30, 19 * 17).view(1, 19, 17, 1, 1) * (dtype is FLOAT)
+
+    def attend(q, k, v):
+        return content_attention(q, k + rising.to(k.device, k.dtype), v)
+
+    check_function(kernels, attend, *[(1, 19, 17, 4, 8)] * 3, dtype=dtype)
+    (plan,) = {
+        plan
+        for plan in kernels.launched
+        if dict(plan.kernel.constants).get("SOFTMAX") and "partial" in plan.kernel.entry
+    }
+    assert dict(plan.kernel.constants)["STAGES"] == 2
+    assert plan.grid[0] == pieces
 
 
 def test_content_attention_of_large_keys(kernels):
@@ -936,7 +959,7 @@ def test_few_images_on_a_large_card(kernels, stride):
             for plan in kernels.launched
             if plan.kernel.entry in ("line_forward", "context_partial")
         }
-    assert grids[1] == {"line_forward": 16, "context_partial": 8}
+    assert grids[1] == {"line_forward": 16, "context_partial": 2}
     assert grids[132] == {"line_forward": 2, "context_partial": 1}
 
 

@@ -1,8 +1,9 @@
 // The context vectors of content attention, C = softmax(K)^T V over all pixels of an image, and their gradient Q^T dY.
 //
-// Both are sums over pixels of products of two maps. `context_partial` takes LENGTH pixels of an image and some of its
-// heads at a time, a warp 16 keys of one head (SOFTMAX: with exp(K - max), max over these pixels, in registers). Where that is the whole image (WHOLE) it finishes the
-// work, else `context_combine` or `context_gradient` brings the pieces of an image together, in order.
+// Both are sums over pixels of products of two maps. A block of `context_partial` takes a piece of an image and some of
+// its heads, LENGTH pixels at a time, while the next ones arrive (STAGES == 2); a warp takes 16 keys of one head. SOFTMAX:
+// with exp(K - max), the largest of all pixels so far, in registers. Where the piece is the whole image (WHOLE) it finishes
+// the work, else `context_combine` or `context_gradient` brings the pieces of an image together, in order.
 #include "tiles.cuh"
 
 constexpr int QUERY_WIDTH = padded(KEY), VALUE_WIDTH = padded(VALUE);
@@ -38,13 +39,17 @@ DEVICE int by_value(int key, int value) {
   return packed_index<T, DEPTH>(value, key, QUERY_WIDTH / DEPTH);
 }
 
-// Shared memory, in scalars; what products read past the last head's keys ends before the values do.
+// Shared memory, in scalars, STAGES times; what products read past the last head's keys ends before the values do.
 constexpr int RIGHT_TILE = LeftTile::SIZE;
-constexpr int TILES = RIGHT_TILE + RightTile::SIZE + 16;
+constexpr int STAGE = RIGHT_TILE + RightTile::SIZE;
+constexpr int TILES = STAGES * STAGE + 16;
 
 constexpr int DEPTH = depth_of<T>(16);  // pixels that one product sums over
 constexpr int KEY_TILES = (KEY + 15) / 16;
 constexpr int KEY_HALVES = KEY > 8 ? 2 : 1;  // groups of eight keys in a tile of 16 that hold any
+constexpr int UNITS = HEADS * KEY_TILES;     // tiles of keys in a block
+constexpr int OWN_UNITS = (UNITS + WARPS - 1) / WARPS;  // of a warp
+static_assert(STAGES == 1 || LENGTH % DEPTH == 0, "products would sum over pixels of two stages");
 
 // change(key, half) for each key of a left operand, of its rows lane / 4 (half 0) and lane / 4 + 8 (half 1).
 template <class S = T, class Change>
@@ -70,6 +75,13 @@ DEVICE float combine_row(float value, Combine combine) {
 }
 
 using Sums = float[VALUE_WIDTH / 8][4];
+
+// What a warp has of 16 keys: their products with the values, and of rows lane / 4 and lane / 4 + 8 the largest key and
+// the sum of the softmax.
+struct Unit {
+  Sums sums = {};
+  float largest[2] = {-infinity(), -infinity()}, total[2] = {};
+};
 
 // 16 rows, from `key` on, of a piece's sums for one head.
 DEVICE void write_partial(float* out, int key, const Sums& sums) {
@@ -130,113 +142,145 @@ DEVICE void finish_head(const Arguments& arguments, long long image_head, int ke
   }
 }
 
+// Adds `count` pixels of a stage to 16 keys, from `key` on, of a head.
+DEVICE void add_pixels(Unit& unit, const LeftTile& left, const RightTile& right, int count, int head, int key) {
+  auto keys_of = [&](int pixel) {
+    return load_left_transposed<T, DEPTH>([&](int step) { return left.at(0, pixel + step, head) + key; });
+  };
+  if constexpr (SOFTMAX) {
+    auto larger = [](float a, float b) { return a < b ? b : a; };
+    const float before[2] = {unit.largest[0], unit.largest[1]};
+#pragma unroll 2
+    for (int pixel = 0; pixel < count; pixel += DEPTH) {
+      auto keys = keys_of(pixel);
+      change_keys(keys, [&](float value, int half) { return unit.largest[half] = larger(unit.largest[half], value), value; });
+    }
+#pragma unroll
+    for (int half = 0; half < KEY_HALVES; ++half) {
+      unit.largest[half] = combine_row(unit.largest[half], larger);
+      if constexpr (STAGES > 1) {  // what was there is about a smaller key
+        const float factor = exponential(before[half] - unit.largest[half]);
+        unit.total[half] *= factor;
+#pragma unroll
+        for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile)
+          unit.sums[tile][half * 2] *= factor, unit.sums[tile][half * 2 + 1] *= factor;
+      }
+    }
+  }
+#pragma unroll 2
+  for (int pixel = 0; pixel < count; pixel += DEPTH) {
+    auto weights = keys_of(pixel);
+    if constexpr (SOFTMAX) {
+      change_keys(weights, [&](float value, int half) { return exponential(value - unit.largest[half]); });
+      // The sum is of what is multiplied, rounded.
+      auto rounded = weights;
+      change_keys(rounded, [&](float value, int half) { return unit.total[half] += value, value; });
+    }
+    Right<T, DEPTH> values[VALUE_WIDTH / 8];
+    load_right_transposed(values, [&](int step) { return right.at(0, pixel + step, head); });
+#pragma unroll
+    for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile) multiply(unit.sums[tile], weights, values[tile]);
+  }
+}
+
 KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
   SHARED_MEMORY(memory);
   T* const shared = reinterpret_cast<T*>(memory);
-  const LeftTile left{shared};
-  const RightTile right{shared + RIGHT_TILE};
   const int image = block_index() / arguments.pieces, piece = block_index() % arguments.pieces;
-  const int begin = piece * LENGTH;
-  const int count = arguments.pixels - begin < LENGTH ? arguments.pixels - begin : LENGTH;
+  const int stretches = (arguments.pixels + LENGTH - 1) / LENGTH;  // of LENGTH pixels
+  const int piece_length = (stretches + arguments.pieces - 1) / arguments.pieces * LENGTH;
+  const int begin = piece * piece_length, end = min(begin + piece_length, arguments.pixels);
   const int first_head = block_row() * HEADS;
 
   fill_with_zeros(shared, TILES);
   block_barrier();
-  auto copy = [&](auto tile, const Map& map, auto width, auto pooled) {
-    constexpr int WIDTH = decltype(width)::value;
-    Accesses<WIDTH>::visit([&](int head, int channel) {
-      const T* from = static_cast<const T*>(map.data) + image * map.batch + (first_head + head) * WIDTH + channel;
-      auto to = [=](int pixel) { return tile.at(0, pixel, head) + channel; };
-      if constexpr (decltype(pooled)::value)
-        return Moves{[=, &map, &arguments](int, int pixel) {
-                       const int here = begin + (pixel < count ? pixel : 0);
-                       const int x = here / arguments.width / 2, y = here % arguments.width / 2;
-                       return read_access(from + (static_cast<long long>(x) * (arguments.width / 2) + y) * map.pixel);
-                     },
-                     [=](const Access& access, int, int pixel) {
-                       float values[ACCESS];
-                       to_floats(values, access);
+  // LENGTH pixels from `first` on, zeros for those that do not exist.
+  auto fetch = [&](int first, int stage) {
+    const int count = end - first;
+    auto copy = [&](auto tile, const Map& map, auto width, auto pooled) {
+      constexpr int WIDTH = decltype(width)::value;
+      Accesses<WIDTH>::visit([&](int head, int channel) {
+        const T* from = static_cast<const T*>(map.data) + image * map.batch + (first_head + head) * WIDTH + channel;
+        auto to = [=](int pixel) { return tile.at(0, pixel, head) + channel; };
+        auto number = [=](int pixel) { return first + (pixel < count ? pixel : 0); };
+        if constexpr (decltype(pooled)::value)
+          return Moves{[=, &map, &arguments](int, int pixel) {
+                         const int x = number(pixel) / arguments.width / 2, y = number(pixel) % arguments.width / 2;
+                         return read_access(from + (static_cast<long long>(x) * (arguments.width / 2) + y) * map.pixel);
+                       },
+                       [=](const Access& access, int, int pixel) {
+                         float values[ACCESS];
+                         to_floats(values, access);
 #pragma unroll
-                       for (int i = 0; i < ACCESS; ++i) values[i] *= pixel < count ? 0.25f : 0.f;
-                       write_access(to(pixel), values);
-                     }};
-      else if constexpr (VECTOR)
-        return Moves{[=, &map](int, int pixel) {
-                       const long long here = begin + (pixel < count ? pixel : 0);
-                       copy_async(to(pixel), from + here * map.pixel, pixel < count);
-                       return 0;
-                     },
-                     [](int, int, int) {}};
-      else
-        return Moves{[=, &map](int, int pixel) { return from[static_cast<long long>(begin + (pixel < count ? pixel : 0)) * map.pixel]; },
-                     [=](T value, int, int pixel) { *to(pixel) = pixel < count ? value : T{}; }};
-    });
+                         for (int i = 0; i < ACCESS; ++i) values[i] *= pixel < count ? 0.25f : 0.f;
+                         write_access(to(pixel), values);
+                       }};
+        else if constexpr (VECTOR)
+          return Moves{[=, &map](int, int pixel) {
+                         copy_async(to(pixel), from + static_cast<long long>(number(pixel)) * map.pixel, pixel < count);
+                         return 0;
+                       },
+                       [](int, int, int) {}};
+        else
+          return Moves{[=, &map](int, int pixel) { return from[static_cast<long long>(number(pixel)) * map.pixel]; },
+                       [=](T value, int, int pixel) { *to(pixel) = pixel < count ? value : T{}; }};
+      });
+    };
+    copy(LeftTile{shared + stage * STAGE}, arguments.left, Constant<KEY>{}, Constant<0>{});
+    copy(RightTile{shared + stage * STAGE + RIGHT_TILE}, arguments.right, Constant<VALUE>{}, Constant<POOL>{});
   };
-  copy(left, arguments.left, Constant<KEY>{}, Constant<0>{});
-  copy(right, arguments.right, Constant<VALUE>{}, Constant<POOL>{});
-  wait_for_copies();
-  block_barrier();
 
-  if constexpr (SOFTMAX)
-    if (count % DEPTH) {  // pixels that do not exist weigh nothing
-      for (int i = thread_index(); i < (round_up(count, DEPTH) - count) * HEADS * KEY; i += THREADS)
-        left.at(0, count + i / (HEADS * KEY), i / KEY % HEADS)[i % KEY] = to_scalar<T>(-infinity());
-      block_barrier();
+  Unit units[OWN_UNITS];
+  fetch(begin, 0);
+  int stage = 0;
+  for (int first = begin; first < end; first += LENGTH) {
+    wait_for_copies();
+    block_barrier();  // the pixels are there, and nobody works on those before them
+    if (STAGES > 1 && first + LENGTH < end) fetch(first + LENGTH, 1 - stage);
+    const LeftTile left{shared + stage * STAGE};
+    const RightTile right{shared + stage * STAGE + RIGHT_TILE};
+    const int count = min(end - first, LENGTH);
+    if constexpr (SOFTMAX)
+      if (count % DEPTH) {  // pixels that do not exist weigh nothing
+        for (int i = thread_index(); i < (round_up(count, DEPTH) - count) * HEADS * KEY; i += THREADS)
+          left.at(0, count + i / (HEADS * KEY), i / KEY % HEADS)[i % KEY] = to_scalar<T>(-infinity());
+        block_barrier();
+      }
+#pragma unroll
+    for (int own = 0; own < OWN_UNITS; ++own) {
+      const int number = own * WARPS + warp_index();
+      if (number < UNITS) add_pixels(units[own], left, right, count, number / KEY_TILES, number % KEY_TILES * 16);
     }
+    stage = (stage + 1) % STAGES;
+  }
 
-  for (int unit = warp_index(); unit < HEADS * KEY_TILES; unit += WARPS) {
-    const int head = unit / KEY_TILES, key = unit % KEY_TILES * 16;
+#pragma unroll
+  for (int own = 0; own < OWN_UNITS; ++own) {
+    const int number = own * WARPS + warp_index();
+    if (number >= UNITS) continue;
+    const int head = number / KEY_TILES, key = number % KEY_TILES * 16, row = lane_index() / 4;
     const long long image_head = static_cast<long long>(image) * arguments.heads + first_head + head;
     const long long piece_head = static_cast<long long>(block_index()) * arguments.heads + first_head + head;
-    auto keys_of = [&](int pixel) {
-      return load_left_transposed<T, DEPTH>([&](int step) { return left.at(0, pixel + step, head) + key; });
-    };
-    float largest[2] = {-infinity(), -infinity()}, total[2] = {};
-    if constexpr (SOFTMAX) {
-      auto larger = [](float a, float b) { return a < b ? b : a; };
-#pragma unroll 2
-      for (int pixel = 0; pixel < count; pixel += DEPTH) {
-        auto keys = keys_of(pixel);
-        change_keys(keys, [&](float value, int half) { return largest[half] = larger(largest[half], value), value; });
-      }
-#pragma unroll
-      for (int half = 0; half < KEY_HALVES; ++half) largest[half] = combine_row(largest[half], larger);
-    }
-    Sums sums = {};
-#pragma unroll 2
-    for (int pixel = 0; pixel < count; pixel += DEPTH) {
-      auto weights = keys_of(pixel);
-      if constexpr (SOFTMAX) {
-        change_keys(weights, [&](float value, int half) { return exponential(value - largest[half]); });
-        // The sum is of what is multiplied, rounded.
-        auto rounded = weights;
-        change_keys(rounded, [&](float value, int half) { return total[half] += value, value; });
-      }
-      Right<T, DEPTH> values[VALUE_WIDTH / 8];
-      load_right_transposed(values, [&](int step) { return right.at(0, pixel + step, head); });
-#pragma unroll
-      for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile) multiply(sums[tile], weights, values[tile]);
-    }
-    const int row = lane_index() / 4;
+    Unit& unit = units[own];
     float inverse[2] = {};
 #pragma unroll
     for (int half = 0; half < KEY_HALVES; ++half) {
       const int k = key + row + half * 8;
       if constexpr (SOFTMAX) {
-        total[half] = combine_row(total[half], [](float a, float b) { return a + b; });
-        inverse[half] = 1.f / total[half];
+        const float total = combine_row(unit.total[half], [](float a, float b) { return a + b; });
+        inverse[half] = 1.f / total;
         if (k < KEY && lane_index() % 4 == 0) {
-          (WHOLE ? arguments.key_max : arguments.maxima)[piece_head * KEY + k] = largest[half];
-          if constexpr (!WHOLE) arguments.sums[piece_head * KEY + k] = total[half];
+          (WHOLE ? arguments.key_max : arguments.maxima)[piece_head * KEY + k] = unit.largest[half];
+          if constexpr (!WHOLE) arguments.sums[piece_head * KEY + k] = total;
         }
       } else if constexpr (WHOLE) {
         inverse[half] = k < KEY ? arguments.key_inverse[image_head * KEY + k] : 0.f;
       }
     }
     if constexpr (WHOLE)
-      finish_head(arguments, image_head, key, sums, inverse);
+      finish_head(arguments, image_head, key, unit.sums, inverse);
     else
-      write_partial(arguments.partial + piece_head * KEY * VALUE, key, sums);
+      write_partial(arguments.partial + piece_head * KEY * VALUE, key, unit.sums);
   }
 }
 

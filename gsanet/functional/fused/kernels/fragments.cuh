@@ -47,18 +47,19 @@ DEVICE Left<T, DEPTH> load_left(Row row) {
   return left;
 }
 
+// `lower` is where in memory's rows the operand's rows 8 to 15 begin: 0 reads the first eight twice.
 template <class T, int DEPTH, class Row>
-DEVICE Left<T, DEPTH> load_left_transposed(Row row) {
+DEVICE Left<T, DEPTH> load_left_transposed(Row row, int lower = 8) {
   Left<T, DEPTH> left;
   const int lane = lane_index();
   if constexpr (IS_FLOAT<T>) {
     const T *first = row(lane % 4), *second = row(lane % 4 + 4);
     left.words[0] = float_bits(first[lane / 4]);
-    left.words[1] = float_bits(first[lane / 4 + 8]);
+    left.words[1] = float_bits(first[lane / 4 + lower]);
     left.words[2] = float_bits(second[lane / 4]);
-    left.words[3] = float_bits(second[lane / 4 + 8]);
+    left.words[3] = float_bits(second[lane / 4 + lower]);
   } else {
-    load_matrices<DEPTH / 4, true>(left.words, row(lane % 8 + (DEPTH == 16 ? lane / 16 * 8 : 0)) + lane / 8 % 2 * 8);
+    load_matrices<DEPTH / 4, true>(left.words, row(lane % 8 + (DEPTH == 16 ? lane / 16 * 8 : 0)) + lane / 8 % 2 * lower);
   }
   return left;
 }
@@ -183,6 +184,14 @@ DEVICE void multiply(float& d0, float& d1, float& d2, float& d3, const Left<T, D
 template <class T, int DEPTH>
 DEVICE void multiply(float (&d)[4], const Left<T, DEPTH>& left, const Right<T, DEPTH>& right) {
   multiply(d[0], d[1], d[2], d[3], left, right);
+}
+
+template <class T>
+DEVICE T to_scalar(float value) {
+  if constexpr (IS_FLOAT<T>)
+    return value;
+  else
+    return T{static_cast<unsigned short>(pack<T>(value, 0.f))};
 }
 
 // Two neighbouring scalars, the first at an even index.

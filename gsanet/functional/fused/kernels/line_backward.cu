@@ -85,6 +85,13 @@ struct TurnedWindows {
 using ValueSums = float[LINE_TILES][VALUE_TILES][4];
 using TableSums = float[TABLE_EIGHTS + 1][QUERY_TILES][2];  // the last one takes what lies past the line
 
+// 16 rows of S^T from 16 i on, `scores(slot)` being where a row of S begins. If S has only eight more columns they are read
+// twice, and no sum of the second eight is used: behind them lies the next pair's row, which another warp may be writing.
+template <class Row>
+DEVICE Left<T, X_DEPTH> load_scores_transposed(Row scores, int i) {
+  return load_left_transposed<T, X_DEPTH>([&](int slot) { return scores(slot) + i * 16; }, i * 16 + 8 < SCORE_COLUMNS ? 8 : 0);
+}
+
 // dV += S^T dY and dS = dY V^T, for 16 attending pixels from x on of one pair.
 DEVICE void differentiate_pair(ValueSums& d_values, T* scores, ValueTile values, ValueTile gradient, int pair, int x) {
 #pragma unroll
@@ -93,8 +100,7 @@ DEVICE void differentiate_pair(ValueSums& d_values, T* scores, ValueTile values,
     load_right_transposed(right, [&](int slot) { return gradient.of_pair(pair, x + step + slot); });
 #pragma unroll
     for (int i = 0; i < LINE_TILES; ++i) {
-      const auto score = load_left_transposed<T, X_DEPTH>(
-          [&](int slot) { return scores_of(scores, step + slot, pair) + i * 16; });
+      const auto score = load_scores_transposed([&](int slot) { return scores_of(scores, step + slot, pair); }, i);
 #pragma unroll
       for (int tile = 0; tile < VALUE_TILES; ++tile) multiply(d_values[i][tile], score, right[tile]);
     }
@@ -131,8 +137,7 @@ DEVICE void differentiate_table(TableSums& d_table, T* scores, int slot, QueryTi
         query, [&](int pair) { return queries.of_pair(step + pair < PAIRS ? step + pair : PAIRS - 1, x); });
 #pragma unroll
     for (int i = 0; i < LINE_TILES; ++i) {
-      const auto score = load_left_transposed<T, X_DEPTH>(
-          [&](int pair) { return scores_of(scores, slot, step + pair) + i * 16; });
+      const auto score = load_scores_transposed([&](int pair) { return scores_of(scores, slot, step + pair); }, i);
       constexpr int LAST = TABLE_EIGHTS;
       const int upper = 2 * i < EIGHTS ? 2 * i - EIGHT + EIGHTS - 1 : LAST;
       const int lower = 2 * i + 1 < EIGHTS ? 2 * i + 1 - EIGHT + EIGHTS - 1 : LAST;

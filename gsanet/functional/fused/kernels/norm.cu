@@ -1,8 +1,6 @@
 // From the sums that the attention kernels take to what they apply: the statistics of the batch norm between the column
-// and the row layer, and its gradients. A warp for each channel adds the blocks' sums in a fixed order.
-#include <intrinsics.cuh>
-
-constexpr int THREADS = 32 * WARPS;
+// and the row layer, and its gradients. A lane of warp 0 for each channel.
+#include "rows.cuh"
 
 struct Arguments {
   const float* partial;  // (blocks, 2, channels)
@@ -18,25 +16,19 @@ struct Arguments {
   int fixed;             // the statistics were given and not taken: they have no gradient
 };
 
-// Both sums of a channel, for all lanes.
-DEVICE void add_blocks(const Arguments& arguments, int channel, float& first, float& second) {
-  first = 0.f, second = 0.f;
-  for (int block = lane_index(); block < arguments.blocks; block += 32) {
-    const float* row = arguments.partial + 2ll * block * arguments.channels + channel;
-    first += row[0], second += row[arguments.channels];
-  }
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) first += shuffle_xor(first, mask), second += shuffle_xor(second, mask);
+// Both sums of a channel; whether this thread has one.
+DEVICE bool add_blocks(const Arguments& arguments, int channel, float (&sums)[2], float* shared) {
+  const int channels = arguments.channels;
+  return add_rows(sums, arguments.partial + channel, channels, arguments.blocks, 2ll * channels, channel < channels, shared);
 }
 
 KERNEL(THREADS, BLOCKS) norm_statistics(const Arguments arguments) {
-  const int channel = block_index() * WARPS + warp_index(), channels = arguments.channels;
-  if (channel >= channels) return;
-  float first, second;
-  add_blocks(arguments, channel, first, second);
-  if (lane_index() != 0) return;
-  const float distance = first / arguments.count, mean = arguments.centre[channel] + distance;
-  float variance = second / arguments.count - distance * distance;
+  SHARED_MEMORY(memory);
+  const int channel = block_index() * 32 + lane_index(), channels = arguments.channels;
+  float sums[2];
+  if (!add_blocks(arguments, channel, sums, reinterpret_cast<float*>(memory))) return;
+  const float distance = sums[0] / arguments.count, mean = arguments.centre[channel] + distance;
+  float variance = sums[1] / arguments.count - distance * distance;
   variance = variance < 0.f ? 0.f : variance;
   const float inverse = 1.f / square_root(variance + arguments.epsilon);
   const float scale = (arguments.weight ? arguments.weight[channel] : 1.f) * inverse;
@@ -48,11 +40,11 @@ KERNEL(THREADS, BLOCKS) norm_statistics(const Arguments arguments) {
 }
 
 KERNEL(THREADS, BLOCKS) norm_gradient(const Arguments arguments) {
-  const int channel = block_index() * WARPS + warp_index(), channels = arguments.channels;
-  if (channel >= channels) return;
-  float d_bias, d_weight;
-  add_blocks(arguments, channel, d_bias, d_weight);
-  if (lane_index() != 0) return;
+  SHARED_MEMORY(memory);
+  const int channel = block_index() * 32 + lane_index(), channels = arguments.channels;
+  float sums[2];
+  if (!add_blocks(arguments, channel, sums, reinterpret_cast<float*>(memory))) return;
+  const float d_bias = sums[0], d_weight = sums[1];
   const float scale = arguments.applied[channel], mean = arguments.applied[2 * channels + channel];
   const float inverse = arguments.applied[3 * channels + channel];
   const float slope = arguments.fixed ? 0.f : -scale * inverse * d_weight / arguments.count;

@@ -142,14 +142,6 @@ DEVICE void to_floats(float (&values)[ACCESS], const Access& access) {
 }
 
 template <class S>
-DEVICE S to_scalar(float value) {
-  if constexpr (IS_FLOAT<S>)
-    return value;
-  else
-    return S{static_cast<unsigned short>(pack<S>(value, 0.f))};
-}
-
-template <class S>
 DEVICE void write_access(S* to, const float (&values)[ACCESS]) {
   if constexpr (!VECTOR) {
     *to = to_scalar<S>(values[0]);

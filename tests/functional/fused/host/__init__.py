@@ -1,4 +1,4 @@
-"""The kernels' own source built for the host, and run on CPU tensors: see machine.h for what it finds."""
+"""The kernels' own source built for the host, and run on CPU tensors: see machine.h and races.h for what it finds."""
 
 import ctypes
 import functools
@@ -27,8 +27,9 @@ FLAGS = (
     "-ffp-contract=off",
     "-w",
 )
-# Devices stop at misaligned addresses. machine.h has the functions that these call: no library is needed.
-CHECKS = ("-fsanitize=alignment,bounds", "-fno-sanitize-recover=all")
+# Devices stop at misaligned addresses, and their threads are in no order. machine.h and races.h have the functions that
+# these call: no library is needed.
+CHECKS = ("-fsanitize=alignment,bounds,thread", "-fno-sanitize-recover=all")
 
 _one_at_a_time = threading.Lock()
 

@@ -7,6 +7,7 @@
 #include <math.h>
 
 #include "machine.h"
+#include "races.h"
 
 #define DEVICE inline
 #define KERNEL(threads, blocks) extern "C" __attribute__((used, noinline)) void
@@ -68,7 +69,7 @@ DEVICE int anew(int value) { return value; }
 DEVICE void block_barrier(HOST_SITE) { host::wait_for_block({"block_barrier", file, line}); }
 
 DEVICE void warp_barrier(HOST_SITE) {
-  host::meet({"warp_barrier", file, line}, [](host::Warp&) {});
+  host::meet({"warp_barrier", file, line}, [](host::Warp& warp) { ++warp.phase; });
 }
 
 DEVICE float shuffle_xor(float value, int mask, HOST_SITE) {
@@ -176,6 +177,7 @@ DEVICE void load_matrices(Word (&words)[COUNT], const void* row, HOST_SITE) {
   host::Warp& warp = *lane.warp;
   if (lane.lane < 8 * COUNT) {  // others' addresses are not used
     host::check_shared(row, "load_matrices");
+    host::note(row, 16, false);
     // Read as the lane arrives: what others write without a barrier may come later.
     memcpy(warp.rows[lane.lane], row, 16);
   }
@@ -278,6 +280,7 @@ DEVICE void multiply_add_tf32(float& d0, float& d1, float& d2, float& d3, const 
 DEVICE void copy_async(void* shared, const void* global, bool valid) {
   host::check_shared(shared, "copy_async");
   if (reinterpret_cast<uintptr_t>(global) % 16) host::fail("copy_async: address %p is not a multiple of 16", global);
+  host::note(shared, 16, true);
   host::Copy copy = {shared, valid ? global : nullptr, false};
   const int order = host::machine.launch.order;
   if (order == host::REVERSE || (order == host::RANDOM && host::draw() % 2)) host::do_copy(copy);
@@ -287,6 +290,9 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
 // Until this thread's copies have arrived; others see them after a barrier.
 DEVICE void wait_for_copies() {
   std::vector<host::Copy>& copies = host::machine.current->copies;
-  for (host::Copy& copy : copies) host::do_copy(copy);
+  for (host::Copy& copy : copies) {
+    host::note(copy.to, 16, true);
+    host::do_copy(copy);
+  }
   copies.clear();
 }

@@ -2,7 +2,8 @@
 //
 // Lanes of a warp run one after the other, each as far as the next place where the warp meets (a collective, the block's
 // barrier, the end of the kernel); the last to arrive does the work of all. So only what really waits for others is
-// ordered, and a different order of lanes, warps and blocks shows where a barrier is missing.
+// ordered, and a different order of lanes, warps and blocks shows where a barrier is missing; in shared memory races.h
+// finds it in any order.
 #pragma once
 #include <setjmp.h>
 #include <signal.h>
@@ -78,7 +79,8 @@ struct Warp {
   enum { RUNNABLE, AT_BARRIER, FINISHED } state;
   int arrived, next;            // lanes that wait at `site`; the place in the order of the lane that runs now
   int stride, offset;           // lane `i` of the order is lane (stride * i + offset) % 32
-  Site site;
+  uint32_t phase;               // barriers passed: what lies in different ones is ordered among its lanes
+  Site site, met;               // where its lanes wait, and where they met before
   Fiber lanes[LANES];
   alignas(64) uint32_t words[LANES][8];  // what a lane brings to a collective
   alignas(64) uint32_t results[LANES][4];
@@ -88,6 +90,7 @@ struct Warp {
 struct Machine {
   Launch launch;
   int block_x, block_y;
+  uint32_t phase;  // barriers of blocks passed, of all blocks and launches
   Warp* warps;
   unsigned char* stacks;
   Fiber* current;
@@ -203,6 +206,7 @@ inline Fiber& in_order(Warp& warp, int i) { return warp.lanes[(warp.stride * i +
 // All lanes run again, in the launch's order of lanes.
 inline void release(Warp& warp) {
   warp.arrived = warp.next = 0;
+  warp.met = warp.site;
   if (machine.launch.order == RANDOM) {
     warp.stride = draw() % LANES | 1;  // odd: every lane has its turn
     warp.offset = draw() % LANES;
@@ -326,6 +330,7 @@ inline void run_block() {
   for (int w = 0; w < warps; ++w) {
     Warp& warp = machine.warps[w];
     warp.state = Warp::RUNNABLE;
+    warp.site = {};
     warp.stride = machine.launch.order == REVERSE ? LANES - 1 : 1;
     warp.offset = machine.launch.order == REVERSE ? LANES - 1 : 0;
     release(warp);
@@ -336,6 +341,7 @@ inline void run_block() {
       prepare(lane);
     }
   }
+  ++machine.phase;
   std::vector<int> order = count_to(warps);
   put_in_order(order);
   while (true) {
@@ -354,6 +360,7 @@ inline void run_block() {
       if (!same(machine.warps[w].site, site))
         fail("warp %d waits at %s, but warp %d at %s", w, text(machine.warps[w].site).characters, waiting,
              text(site).characters);
+    ++machine.phase;
     for (int w = 0; w < warps; ++w) release(machine.warps[w]), machine.warps[w].state = Warp::RUNNABLE;
     if (machine.launch.order == RANDOM) put_in_order(order);
   }

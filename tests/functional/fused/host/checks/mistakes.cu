@@ -28,8 +28,8 @@ KERNEL(64, 1) errors(Arguments arguments) {
   if (how == 3 && thread >= 32) block_barrier();
   if (how == 4 && thread != 5) block_barrier();
   if (how == 5 && thread != 5) value = shuffle_xor(value, 1);
-  if (how == 6) memory[1 + thread] = 0;
-  if (how == 7) memory[thread - 1] = 0;
+  if (how == 6 && thread == 0) memory[64] = 0;
+  if (how == 7 && thread == 0) memory[-1] = 0;
   if (how == 8) load_matrices<4, true>(words, memory + 8);
   if (how == 9) load_matrices<4, true>(words, memory + 16 * thread);
   if (how == 10) copy_async(memory + 8, arguments.values, true);
@@ -50,7 +50,7 @@ KERNEL(64, 1) errors(Arguments arguments) {
   arguments.values[thread] = value;
 }
 
-// Mistakes that only another order shows.
+// Barriers that are missing.
 KERNEL(64, 1) races(Arguments arguments) {
   SHARED_MEMORY(memory);  // 1024 bytes
   float* shared = reinterpret_cast<float*>(memory);
@@ -85,5 +85,20 @@ KERNEL(64, 1) races(Arguments arguments) {
   block_barrier();
   value += shared[thread];
   wait_for_copies();
+  block_barrier();
+  // From a load of the warp to the other warp, though nobody uses what was loaded.
+  load_matrices<4, false>(words, shared + 4 * (how == 6 ? thread ^ 32 : thread));
+  warp_barrier();
+  shared[4 * thread] = 0;
+  block_barrier();
+  // From one lane to another that writes there.
+  value += shared[thread ^ 1];
+  if (how != 7) warp_barrier();
+  shared[thread] = 0;
+  // Between threads, in global memory.
+  arguments.values[thread] = value;
+  if (how != 8) block_barrier();
+  value += arguments.values[thread ^ 33];
+  block_barrier();
   arguments.values[thread] = value;
 }
