@@ -144,9 +144,10 @@ max_pool.register_autograd(_refuse_gradient)
 
 
 def _statistics(x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
-    return calls.norm_statistics(
-        calls.channel_sums(x, centre), centre, weight, bias, x.shape[:3].numel(), epsilon
-    )  # fmt: skip
+    if centre.data_ptr() % 16:
+        centre = centre.clone()  # a part of a larger tensor: it is read 16 bytes at a time
+    sums = calls.channel_sums(x, centre)
+    return calls.norm_statistics(sums, centre, weight, bias, x.shape[:3].numel(), epsilon)
 
 
 def _in_order(x: Tensor) -> Tensor:

@@ -91,6 +91,9 @@ def _takes_map(x: Tensor) -> bool:
     # torch.fx calls with what is no tensor, and is to see PyTorch's operators, as torch.export is.
     if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1] % 8 or _is_exporting():
         return False
+    # The operators would copy a map that is not channels-last, which takes longer than they save.
+    if not x.is_contiguous(memory_format=torch.channels_last):
+        return False
     return _runs_on_device(x) and x.dtype in SCALARS and may_use("fused")
 
 

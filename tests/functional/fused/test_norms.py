@@ -113,6 +113,14 @@ def test_blocks_that_sum_fit_beside_the_cache(planned):
             assert dict(plan.kernel.constants)["BLOCKS"] * (plan.shared_bytes + 1024) <= room < 100 * 1024
 
 
+def test_a_centre_that_is_not_at_16_bytes(kernels):
+    x = feature_map(kernels, FLOAT, 2, 16, 5, 5)
+    centre = normal(17, dtype=FLOAT).to(kernels.device)[1:]
+    with kernels.running():
+        found = norm_ops.channel_statistics(x, centre, None, None, 1e-5)
+    check_close("statistics", found, exact_statistics(x, None, None, 1e-5), FLOAT)
+
+
 def test_statistics_of_a_mean_far_from_zero(kernels):
     x = (1000 + normal(4, 16, 9, 9)).float().to(kernels.device)
     with kernels.running():
@@ -355,24 +363,26 @@ def hook(module, *_):
 def test_stem_with_other_layers(planned, change):
     """Where the operator would do something else, or someone looks on, PyTorch's layers are called."""
     stem = stem_network().stem
-    stem(torch.zeros(2, 3, 16, 16))
+    x = torch.zeros(2, 3, 16, 16).to(memory_format=LAST)
+    stem(x)
     assert planned.entries == {"channel_sums", "norm_statistics", "norm_pool"}
     planned.launched.clear()
     change(stem)
-    stem(torch.zeros(2, 3, 16, 16, dtype=stem.conv1.conv.weight.dtype))
+    stem(x.to(stem.conv1.conv.weight.dtype))
     assert not planned.launched
 
 
 def test_maps_that_are_not_taken(planned):
     norm = nn.BatchNorm2d(16)
-    x = torch.zeros(2, 16, 4, 4)
+    x = torch.zeros(2, 16, 4, 4).to(memory_format=LAST)
     assert norms.takes(x, norm)
+    assert not norms.takes(x.contiguous(), norm)
     with use_backend("torch"):
         assert not norms.takes(x, norm)
-    assert not norms.takes(torch.zeros(0, 16, 4, 4), norm)
-    assert not norms.takes(torch.zeros(1, 16, 1, 1), norm)
-    assert not norms.takes(torch.zeros(2, 8, 4, 4), norm)
-    assert not norms.takes(torch.zeros(2, 12, 4, 4), nn.BatchNorm2d(12))
+    assert not norms.takes(x[:0], norm)
+    assert not norms.takes(x[:1, :, :1, :1].contiguous(memory_format=LAST), norm)
+    assert not norms.takes(x[:, :8].contiguous(memory_format=LAST), norm)
+    assert not norms.takes(x[:, :12].contiguous(memory_format=LAST), nn.BatchNorm2d(12))
     assert not norms.takes(x.double(), norm)
     assert not norms.takes(x, nn.BatchNorm2d(16, device="meta"))
     assert not norms.takes(x, norm.eval())
@@ -565,6 +575,8 @@ def test_batch_norms_are_converted_to_others():
     assert isinstance(synchronised.stem.conv1.bn, nn.SyncBatchNorm)
     assert type(synchronised.stem.conv1.bn.act) is nn.ReLU
     assert not any(isinstance(module, CompiledBatchNormAct2d) for module in synchronised.modules())
+    by_torch = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(network))
+    assert type(by_torch.stem.conv1.bn) is nn.SyncBatchNorm  # as timm's norms: it does not know of their activations
     frozen = timm.layers.freeze_batch_norm_2d(copy.deepcopy(network))
     x = normal(2, 3, 32, 32, dtype=FLOAT)
     assert torch.allclose(frozen(x), network.eval()(x), atol=1e-5)
@@ -620,25 +632,28 @@ def test_max_pool(kernels, dtype, shape):
     x[0, 2, 0, 0] = float("nan")
     expected = F.max_pool2d(x, 3, 2, 1)
     with kernels.running():
-        for form in (LAST, torch.contiguous_format):
-            out = norms.max_pool(x.contiguous(memory_format=form))
-            assert out.is_contiguous(memory_format=LAST)
-            assert torch.equal(out.nan_to_num(9.0), expected.nan_to_num(9.0))
+        out = norms.max_pool(x)
+        assert out.is_contiguous(memory_format=LAST)
+        assert torch.equal(out.nan_to_num(9.0), expected.nan_to_num(9.0))
         for _ in kernels.other_orders():
             assert torch.equal(norms.max_pool(x).nan_to_num(9.0), out.nan_to_num(9.0))
     assert kernels.entries == {"norm_pool"}
 
 
 def test_max_pool_of_what_the_kernel_does_not_take(planned):
+    taken = torch.zeros(2, 16, 8, 8).to(memory_format=LAST)
     for x in (
-        torch.zeros(2, 12, 8, 8),
-        torch.zeros(2, 8, 8, 8, dtype=torch.float64),
-        torch.zeros(8, 8, 8),
-        torch.zeros(0, 8, 8, 8),
-        torch.zeros(2, 8, 8, 8, requires_grad=True),
+        taken.contiguous(),
+        taken[:, :12].contiguous(memory_format=LAST),
+        taken.double(),
+        taken[0],
+        taken[:0],
+        taken.clone().requires_grad_(),
     ):
         assert norms.max_pool(x).shape == F.max_pool2d(x, 3, 2, 1).shape
     assert not planned.launched
+    norms.max_pool(taken)
+    assert planned.entries == {"norm_pool"}
 
 
 def test_max_pool_of_a_fused_network(kernels):
