@@ -89,8 +89,9 @@ struct Largest {
 };
 
 // The pixels of one row that belong to a window. There are no branches, so that nothing waits for the first of several
-// loads: in the place of one outside of the map stands its neighbour, which changes no maximum, nor where it is if `left`
-// is the place of the middle one there.
+// loads: for a pixel outside of the map its neighbour is loaded a second time, which changes no maximum. Nor does it
+// change where that is: the later one of two equals never counts, and where the left pixel is outside, `left` is 1 and
+// makes its place that of the middle one.
 struct Three {
   Group groups[3];
 
