@@ -14,7 +14,7 @@ from gsanet.functional import global_self_attention_map
 from gsanet.functional.attention import scale_and_shift
 from gsanet.functional.checks import check_feature_map
 from gsanet.functional.lean import fit_table
-from gsanet.inference_blocks import ConvolutionReLU, fuse_blocks, takes_relu
+from gsanet.inference_blocks import ConvolutionReLU, fuse_blocks, fuse_pools, takes_relu
 from gsanet.inference_chains import Chains, has_hooks
 from gsanet.layers import GlobalSelfAttention
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
@@ -42,6 +42,7 @@ def fuse_for_inference(model: nn.Module) -> nn.Module:
       in convolution, sum and ReLU, the sum. On an NVIDIA GPU, in float16 and bfloat16, that is one call of cuDNN;
     - a GSA module is an `InferenceSelfAttention`: its batch norm, and the batch norm and ReLU behind it, are scales and
       shifts inside of it. On a GPU it is three to five kernels;
+    - the max-pool of a ResNet's stem is, on a GPU, a kernel of this package;
     - dropout, stochastic depth and gradient checkpointing are left out.
 
     What follows what is read from the `forward` of each module; where that cannot be traced, and for norms behind
@@ -85,6 +86,7 @@ def fuse_for_inference(model: nn.Module) -> nn.Module:
             chains.replace(source, InferenceSelfAttention(source, norm, activation))
             chains.replace(norm, nn.Identity())
     fuse_blocks(chains, folded)
+    fuse_pools(chains)
     for attention in chains.modules((GlobalSelfAttention,)):
         if _is_foldable_attention(attention) and not has_hooks(attention):
             chains.replace(attention, InferenceSelfAttention(attention))

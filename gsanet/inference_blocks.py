@@ -5,17 +5,20 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 import torchvision
-from timm.layers import ConvNormAct
+from timm.layers import ConvNormAct, to_2tuple
 from timm.models.byobnet import BottleneckBlock, DownsampleAvg, SelfAttnBlock
 from torch import Tensor, fx, nn
 
 from gsanet.functional.convolution import convolution_relu
+from gsanet.functional.fused.norms import max_pool
 from gsanet.inference_chains import Chains, has_hooks
 from gsanet.layers.block_convolution import BlockConv2d
 
-__all__ = ["ConvolutionReLU", "InferenceBlock"]
+__all__ = ["ConvolutionReLU", "InferenceBlock", "InferenceMaxPool2d"]
 
-fx.wrap("convolution_relu")  # one step for torch.fx, which could not follow the choices inside of it
+# One step each for torch.fx, which could not follow the choices inside of them.
+fx.wrap("convolution_relu")
+fx.wrap("max_pool")
 
 
 class ConvolutionReLU(nn.Conv2d):
@@ -54,6 +57,27 @@ def takes_relu(convolution: nn.Module | None) -> TypeGuard[nn.Conv2d]:
         and not isinstance(convolution.padding, str)
         and convolution.bias is not None
     )
+
+
+class InferenceMaxPool2d(nn.MaxPool2d):
+    """Max pooling of 3 x 3 pixels with a stride of 2 and a padding of 1, on a GPU by a kernel of this package."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From (batch, channels, height, width) to the map of half the size."""
+        return max_pool(x)
+
+
+def fuse_pools(chains: Chains) -> None:
+    """Replace the max-pools that `InferenceMaxPool2d` is the same as."""
+    for pool in chains.modules((nn.MaxPool2d,)):
+        assert isinstance(pool, nn.MaxPool2d)
+        settings = [to_2tuple(value) for value in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)]
+        same = settings == [(3, 3), (2, 2), (1, 1), (1, 1)] and not pool.return_indices and not pool.ceil_mode
+        if same and not has_hooks(pool):
+            chains.replace(pool, InferenceMaxPool2d())
 
 
 @dataclass(frozen=True)

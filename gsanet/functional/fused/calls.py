@@ -31,7 +31,7 @@ from gsanet.functional.fused.plan import (
 
 def launch(plan: Launch, values: Structure, device: torch.device) -> None:
     """Start a kernel on the current stream."""
-    kernel = load_kernel(plan.kernel, device)
+    kernel = load_kernel(plan.kernel, device, plan.carveout)
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch((*plan.grid, 1), plan.threads, plan.shared_bytes, values, stream)
 

@@ -250,7 +250,9 @@ def choose_architecture(capability: tuple[int, int], supported: Sequence[int]) -
 class Kernel:
     """A kernel loaded on one device; made by `load_kernel`."""
 
-    def __init__(self, specialisation: Specialisation, binary: Binary, index: int, driver: Any) -> None:
+    def __init__(
+        self, specialisation: Specialisation, binary: Binary, index: int, driver: Any, carveout: int = 100
+    ) -> None:
         self.specialisation = specialisation
         self.binary = binary
         self._driver = driver
@@ -271,8 +273,8 @@ class Kernel:
             available = self._call("cuDeviceGetAttribute", limit, device) - binary.shared
             self._call("cuFuncSetAttribute", self._function, dynamic, available)
             # Or the driver may leave room for fewer blocks than would fit.
-            carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-            self._call("cuFuncSetAttribute", self._function, carveout, 100)
+            preferred = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            self._call("cuFuncSetAttribute", self._function, preferred, carveout)
 
     def launch(
         self,
@@ -358,13 +360,20 @@ _kernels: dict[tuple[Specialisation, int], Kernel] = {}
 _loading = threading.Lock()
 
 
-def load_kernel(specialisation: Specialisation, device: torch.device) -> Kernel:
-    """A kernel ready to be launched on a device, compiled if it is not yet; the same object each time."""
+def load_kernel(specialisation: Specialisation, device: torch.device, carveout: int = 100) -> Kernel:
+    """A kernel ready to be launched on a device, compiled if it is not yet; the same object each time.
+
+    Args:
+        specialisation: The kernel.
+        device: The GPU.
+        carveout: How much of a multiprocessor's memory is to be shared memory and not cache, in percent of what can be;
+            what it is when the kernel is loaded counts.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
     wanted = (specialisation, index)
     if (kernel := _kernels.get(wanted)) is None:
         binary = cached_binary(specialisation, architecture_of(torch.device("cuda", index)))
         with _loading:
             if (kernel := _kernels.get(wanted)) is None:
-                kernel = _kernels[wanted] = Kernel(specialisation, binary, index, _driver())
+                kernel = _kernels[wanted] = Kernel(specialisation, binary, index, _driver(), carveout)
     return kernel

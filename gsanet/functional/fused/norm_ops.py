@@ -1,7 +1,8 @@
 """Batch norms as operators of PyTorch, for training: their statistics, and the one before a ReLU and max pooling.
 
 `gsanet::channel_statistics` takes the statistics of a map at the speed of the memory. `gsanet::norm_relu_max_pool` is
-the tail of a ResNet's stem, which writes nothing of the size of its input, with its gradient.
+the tail of a ResNet's stem, which writes nothing of the size of its input, with its gradient. `gsanet::max_pool` is
+what is left of it in inference.
 """
 
 from typing import Any
@@ -70,8 +71,8 @@ def norm_relu_max_pool(
         epsilon: The same.
 
     Returns:
-        The output; of each window the input where the output comes from, and its place, 0 to 8 by rows, or 9 where the
-        output is 0; and the result of `channel_statistics`.
+        The output; of each window the input where the output comes from, and its place, 0 to 8 by rows, or 15 where
+        the output is 0; and the result of `channel_statistics`.
     """
     x = _in_order(x)
     applied = _statistics(x, centre, weight, bias, epsilon)
@@ -124,10 +125,29 @@ def _gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
 norm_relu_max_pool.register_autograd(_gradient, setup_context=_save)
 
 
+@torch.library.custom_op("gsanet::max_pool", mutates_args=())
+def max_pool(x: Tensor) -> Tensor:
+    """Max pooling of 3 x 3 pixels, stride 2, padding 1, of a map with a multiple of 8 channels; without a gradient."""
+    return _to_feature_map(calls.norm_pool(_in_order(x), None).out)
+
+
+@max_pool.register_fake
+def _(x: Tensor) -> Tensor:
+    return _fake_pooled(x)
+
+
+def _refuse_gradient(ctx: Any, d_out: Tensor) -> None:
+    raise RuntimeError("gsanet::max_pool has no gradient: differentiate the network that fuse_for_inference was given")
+
+
+max_pool.register_autograd(_refuse_gradient)
+
+
 def _statistics(x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
-    return calls.norm_statistics(
-        calls.channel_sums(x, centre), centre, weight, bias, x.shape[:3].numel(), epsilon
-    )  # fmt: skip
+    if centre.data_ptr() % 16:
+        centre = centre.clone()  # a part of a larger tensor: it is read 16 bytes at a time
+    sums = calls.channel_sums(x, centre)
+    return calls.norm_statistics(sums, centre, weight, bias, x.shape[:3].numel(), epsilon)
 
 
 def _in_order(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""Batch norms of networks in training on NVIDIA GPUs, where the kernels are faster than what they take the place of."""
+"""Batch norms and max pooling of networks on NVIDIA GPUs, where kernels are faster than what they take the place of."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gsanet.functional.backends import may_use
@@ -16,13 +17,10 @@ def takes(x: Tensor, norm: nn.BatchNorm2d) -> bool:
         x: (batch, channels, height, width).
         norm: It must be in training; hooks on it are the caller's concern.
     """
-    # torch.fx calls with what is no tensor, and is to see PyTorch's operators, as torch.export is.
-    if not isinstance(x, Tensor) or not norm.training or x.dim() != 4 or _is_exporting():
-        return False
-    if not _runs_on_device(x) or x.dtype not in SCALARS or not may_use("fused"):
+    if not norm.training or not _takes_map(x):
         return False
     batch, channels, height, width = x.shape
-    if channels != norm.num_features or channels % 8 or batch * height * width < 2:
+    if channels != norm.num_features or batch * height * width < 2:
         return False
     return all(one is None or one.device == x.device for one in (norm.weight, norm.running_mean))
 
@@ -47,6 +45,13 @@ def norm_relu_max_pool(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     out, _, _, applied = norm_ops.norm_relu_max_pool(x, centre_of(norm, x), weight, bias, norm.eps)
     _keep(norm, applied, x)
     return out
+
+
+def max_pool(x: Tensor) -> Tensor:
+    """Max pooling, 3 x 3 pixels with a stride of 2 and a padding of 1; on a GPU, without gradients, by a kernel."""
+    if _takes_map(x) and x.numel() and not (torch.is_grad_enabled() and x.requires_grad):
+        return norm_ops.max_pool(x)
+    return F.max_pool2d(x, 3, 2, 1)
 
 
 def centre_of(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
@@ -80,6 +85,16 @@ def _in_float32(norm: nn.BatchNorm2d) -> tuple[Tensor | None, Tensor | None]:
 def _keep(norm: nn.BatchNorm2d, applied: Tensor, x: Tensor) -> None:
     if norm.track_running_stats and norm.running_mean is not None:
         update_running_statistics(norm, applied[2], applied[4], x.shape[0] * x.shape[2] * x.shape[3])
+
+
+def _takes_map(x: Tensor) -> bool:
+    # torch.fx calls with what is no tensor, and is to see PyTorch's operators, as torch.export is.
+    if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1] % 8 or _is_exporting():
+        return False
+    # The operators would copy a map that is not channels-last, which takes longer than they save.
+    if not x.is_contiguous(memory_format=torch.channels_last):
+        return False
+    return _runs_on_device(x) and x.dtype in SCALARS and may_use("fused")
 
 
 def _runs_on_device(x: Tensor) -> bool:

@@ -79,12 +79,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel and how it is started; `grid` is (blocks, groups of heads)."""
+    """One kernel and how it is started; `grid` is (blocks, groups of heads or of channels).
+
+    `carveout` is the part of a multiprocessor's memory, in percent, that is rather shared memory than cache.
+    """
 
     kernel: Specialisation
     grid: tuple[int, int]
     threads: int
     shared_bytes: int
+    carveout: int = 100
 
 
 @functools.cache
@@ -293,7 +297,10 @@ def plan_sums(machine: Machine, dtype: torch.dtype, rows: int, channels: int, en
     at_once = (2 if pooling else 4) * (32 * warps // groups)
     persistent = max(1, machine.multiprocessors * blocks // slices)
     grid = min(-(-rows // at_once), persistent), slices
-    return Launch(kernel, grid, 32 * warps, 4 * 2 * width * 32 * warps), groups
+    shared = 4 * 2 * width * 32 * warps
+    # The rest is cache, which all that is on its way goes through.
+    carveout = -(-100 * blocks * (shared + 1024) // machine.shared_memory_in_all)
+    return Launch(kernel, grid, 32 * warps, shared, carveout), groups
 
 
 @functools.cache
@@ -305,14 +312,15 @@ def plan_pool(
     Returns:
         The launch, and how many rows of windows a thread walks down.
     """
-    warps, blocks = 4, 4
+    warps, blocks = 4, 4 if entry == "norm_pool_gradient" else 5 if norm else 7  # as many as registers allow
     down, along = -(-height // 2), -(-width // 2)
     columns = images * along * (channels * dtype.itemsize // 16)
     strip = 8
     while strip > 1 and columns * -(-down // strip) < 4 * machine.multiprocessors * blocks * 32 * warps:
         strip //= 2  # a small batch: rather load some rows twice than leave multiprocessors idle
     kernel = specialise("norm_pool.cu", entry, SCALAR=SCALARS[dtype], WARPS=warps, BLOCKS=blocks, NORM=norm)
-    return Launch(kernel, (-(-columns * -(-down // strip) // (32 * warps)), 1), 32 * warps, 0), strip
+    grid = -(-columns * -(-down // strip) // (32 * warps)), 1
+    return Launch(kernel, grid, 32 * warps, 0, carveout=0), strip
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -465,6 +465,11 @@ def test_loading(kernel, driver):
     assert ("cuFuncSetAttribute", "function", "carveout", 100) in driver.calls
 
 
+def test_loading_a_kernel_that_needs_cache(driver):
+    Kernel(scale(), Binary(b"image", 8, 0, 0, 0, 0, ""), 0, driver, carveout=30)
+    assert ("cuFuncSetAttribute", "function", "carveout", 30) in driver.calls
+
+
 def test_launching(kernel, driver):
     driver.calls.clear()
     arguments = Arguments(0x7F00DEADBEEF, 5)

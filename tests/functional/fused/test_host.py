@@ -110,9 +110,9 @@ def test_scalars():
     values = random_floats(100_000, torch.Generator().manual_seed(0))
     count = len(values)
     bf16_words, f16_words = torch.zeros(2, count, dtype=torch.int32)
-    tf32, exponentials, roots = torch.zeros(3, count)
+    tf32, exponentials, roots, maxima, products = torch.zeros(5, count)
     from_bf16, from_f16 = torch.zeros(2, 65536)
-    outputs = bf16_words, f16_words, tf32, exponentials, roots, from_bf16, from_f16
+    outputs = bf16_words, f16_words, tf32, exponentials, roots, maxima, products, from_bf16, from_f16
     run("intrinsics.cu", "scalars", 3, 256, 0, values, *outputs, count)
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     for words, floats, dtype in (
@@ -133,6 +133,11 @@ def test_scalars():
     torch.testing.assert_close(exponentials[sizes], values[sizes].exp(), rtol=1e-5, atol=0.0)
     assert exponentials[values < -90].eq(0).all()
     assert exponentials[values > 90].isposinf().all()
+    assert same_bits(maxima, torch.maximum(values, values.flip(0)))
+    exact = values.double() * values.flip(0).double() + 1  # but for products that are far larger or smaller than 1
+    near = exact.isfinite() & (exact.abs() < 2.0**20) & ((exact - 1).abs() > 2.0**-20)
+    assert near.sum() > 1000
+    torch.testing.assert_close(products[near], exact[near].float(), rtol=1.2e-7, atol=0.0)
     with np.errstate(invalid="ignore"):
         assert same_bits(roots, torch.from_numpy(np.sqrt(values.numpy())))  # torch's own is not always the nearest
 

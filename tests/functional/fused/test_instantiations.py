@@ -83,7 +83,7 @@ def test_kernels_of_the_networks_compile_and_fit(planned, architecture):
 def test_kernels_of_the_stem_compile_and_fit(planned, architecture, dtype):
     planned.machine = MACHINES[architecture]
     stem = gsanet.create_model("gsa_resnet50", stem_width=64).stem.to(dtype)
-    stem(torch.zeros(1, 3, 16, 16, dtype=dtype)).sum().backward()
+    stem(torch.zeros(1, 3, 16, 16, dtype=dtype).to(memory_format=torch.channels_last)).sum().backward()
     plans = dict.fromkeys(planned.launched)
     binaries = compile_all([plan.kernel for plan in plans], architecture, workers=2)
     assert planned.entries == {

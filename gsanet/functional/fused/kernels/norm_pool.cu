@@ -10,7 +10,7 @@
 // pixels that a window has, the last is the first one of the next.
 #include "channels.cuh"
 
-constexpr Word NOWHERE = 9;
+constexpr Word NOWHERE = 15;  // with bits that no place has, whatever it is combined with
 
 struct Arguments {
   const void* x;              // (images, height, width, channels)
@@ -88,30 +88,42 @@ struct Largest {
   }
 };
 
-// The pixels of one row that belong to a window.
+// The pixels of one row that belong to a window. There are no branches, so that nothing waits for the first of several
+// loads: for a pixel outside of the map its neighbour is loaded a second time, which changes no maximum. Nor does it
+// change where that is: the later one of two equals never counts, and where the left pixel is outside, `left` is 1 and
+// makes its place that of the middle one.
 struct Three {
   Group groups[3];
-  bool left, right;
 
   DEVICE void load(const Arguments& arguments, const Walk& walk, int y) {
-    const long long middle = walk.pixel(arguments, y, 2 * walk.column);
-    left = walk.column > 0, right = 2 * walk.column + 1 < arguments.width;
+    const int x = 2 * walk.column;
+    const long long middle = walk.pixel(arguments, min(y, arguments.height - 1), x);
+    groups[0] = load_group(arguments.x, middle - (x > 0 ? arguments.channels : 0));
     groups[1] = load_group(arguments.x, middle);
-    if (left) groups[0] = load_group(arguments.x, middle - arguments.channels);
-    if (right) groups[2] = load_group(arguments.x, middle + arguments.channels);
+    groups[2] = load_group(arguments.x, middle + (x + 1 < arguments.width ? arguments.channels : 0));
   }
 
-  DEVICE void show(Largest& largest, const Group& signs, Word place) const {
-    if (left) largest.look_at(groups[0], signs, place);
+  DEVICE void show(Largest& largest, const Group& signs, Word left, Word place) const {
+    largest.look_at(groups[0], signs, left + place);
     largest.look_at(groups[1], signs, place + 1);
-    if (right) largest.look_at(groups[2], signs, place + 2);
+    largest.look_at(groups[2], signs, place + 2);
   }
 };
 
-DEVICE Word sign_of(float value) { return float_bits(value) & 0x80000000u; }
+// Of a scale; a negative zero counts as positive.
+DEVICE Word sign_of(float scale) { return scale < 0.f ? 0x80000000u : 0; }
 
 // As the kernels of both directions see it: the same bits, and so the same side of zero.
 DEVICE float normalise(float value, float scale, float shift) { return multiply_then_add(value, scale, shift); }
+
+// Where the scale is zero all outputs of a window are the same, and the first one counts as the maximum.
+DEVICE void take_first(const Arguments& arguments, const Walk& walk, int row, Largest& largest, Word zeros) {
+  const int y = row > 0 ? 0 : 1, x = walk.column > 0 ? 0 : 1;
+  const Group first = load_group(arguments.x, walk.pixel(arguments, 2 * row - 1 + y, 2 * walk.column - 1 + x));
+#pragma unroll
+  for (int i = 0; i < WIDTH; ++i)
+    if (zeros >> i & 1) largest.values[i] = channel(first, i), largest.places[i] = 3 * y + x;
+}
 
 DEVICE void write_window(const Arguments& arguments, const Walk& walk, int row, const Largest& largest) {
   const long long to = walk.window(arguments, row, walk.column);
@@ -126,16 +138,9 @@ DEVICE void write_window(const Arguments& arguments, const Walk& walk, int row, 
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) {
       raw[i] = bits_float(float_bits(largest.values[i]) ^ sign_of(scale[i]));
-      Word place = largest.places[i];
-      if (scale[i] == 0.f) {  // all are the same: the first
-        const int y = row > 0 ? 0 : 1, x = walk.column > 0 ? 0 : 1;
-        place = 3 * y + x;
-        raw[i] = to_float(static_cast<const T*>(
-            arguments.x)[walk.pixel(arguments, 2 * row - 1 + y, 2 * walk.column - 1 + x) + i]);
-      }
       const float value = normalise(raw[i], scale[i], shift[i]);
       out[i] = maximum(value, 0.f);
-      places.words[i / 4] |= (value <= 0.f ? NOWHERE : place) << 8 * (i % 4);
+      places.words[i / 4] |= (value <= 0.f ? NOWHERE : largest.places[i]) << 8 * (i % 4);
     }
     store_group(arguments.out, to, pack_group(out));
     store_group(arguments.peak, to, pack_group(raw));
@@ -147,33 +152,35 @@ KERNEL(THREADS, BLOCKS) norm_pool(const Arguments arguments) {
   const Walk walk(arguments);
   if (!walk.used) return;
   Group signs = {};
+  Word zeros = 0;  // a bit for each channel
   if constexpr (NORM) {
     float scale[WIDTH];
     load_floats(scale, arguments.applied + walk.first);
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i)
+    for (int i = 0; i < WIDTH; ++i) {
       signs.words[WHOLE_WORDS ? i : i / 2] |= sign_of(scale[i]) >> (WHOLE_WORDS || i % 2 ? 0 : 16);
+      zeros |= static_cast<Word>(scale[i] == 0.f) << i;
+    }
   }
+  const Word left = walk.column > 0 ? 0 : 1;
   Largest largest;  // of the rows of pixels that a window has in common with the one above it, then of all
   largest.clear();
   if (walk.row > 0) {
     Three above;
     above.load(arguments, walk, 2 * walk.row - 1);
-    above.show(largest, signs, 0);
+    above.show(largest, signs, left, 0);
   }
   for (int row = walk.row; row < walk.end; ++row) {
-    const bool has_last = 2 * row + 1 < arguments.height;
     Three middle, last;
     middle.load(arguments, walk, 2 * row);
-    if (has_last) last.load(arguments, walk, 2 * row + 1);
-    middle.show(largest, signs, 3);
+    last.load(arguments, walk, 2 * row + 1);
+    middle.show(largest, signs, left, 3);
     Largest below;
     below.clear();
-    if (has_last) {
-      last.show(below, signs, 0);
+    last.show(below, signs, left, 0);
 #pragma unroll
-      for (int i = 0; i < WIDTH; ++i) largest.look_at(below.values[i], i, below.places[i] + 6);
-    }
+    for (int i = 0; i < WIDTH; ++i) largest.look_at(below.values[i], i, below.places[i] + 6);
+    if (NORM && zeros) take_first(arguments, walk, row, largest, zeros);
     write_window(arguments, walk, row, largest);
     largest = below;
   }
@@ -214,21 +221,20 @@ KERNEL(THREADS, BLOCKS) norm_pool_sums(const Arguments arguments) {
 struct Window {
   Group gradient;
   Bytes places;
+  Word nowhere;  // bits that make every place none
 
   DEVICE void load(const Arguments& arguments, const Walk& walk, int row, int column) {
-    gradient = {};
-#pragma unroll
-    for (int i = 0; i < WIDTH / 4; ++i) places.words[i] = NOWHERE * 0x01010101u;
-    if (row < walk.down && column < walk.along) {
-      const long long from = walk.window(arguments, row, column);
-      gradient = load_group(arguments.d_out, from);
-      places = *reinterpret_cast<const Bytes*>(arguments.place + from);
-    }
+    // Without a branch, so that nothing waits here: another window instead of one that does not exist.
+    const bool exists = row < walk.down && column < walk.along;
+    const long long from = walk.window(arguments, min(row, walk.down - 1), min(column, walk.along - 1));
+    gradient = load_group(arguments.d_out, from);
+    places = *reinterpret_cast<const Bytes*>(arguments.place + from);
+    nowhere = exists ? 0 : NOWHERE * 0x01010101u;
   }
 
   // What goes to one place.
   DEVICE float at(Word place, int i) const {
-    return (places.words[i / 4] >> 8 * (i % 4) & 0xff) == place ? channel(gradient, i) : 0.f;
+    return ((places.words[i / 4] | nowhere) >> 8 * (i % 4) & 0xff) == place ? channel(gradient, i) : 0.f;
   }
 };
 
@@ -253,11 +259,11 @@ KERNEL(THREADS, BLOCKS) norm_pool_gradient(const Arguments arguments) {
     const auto pixel = [&](int k) { return first + k / 2 * line + k % 2 * arguments.channels; };
     Group pixels[4];
     Window below, across;
+    below.load(arguments, walk, row + 1, walk.column);
+    across.load(arguments, walk, row + 1, walk.column + 1);
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       if (exists[k]) pixels[k] = load_group(arguments.x, pixel(k));
-    below.load(arguments, walk, row + 1, walk.column);
-    across.load(arguments, walk, row + 1, walk.column + 1);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       if (!exists[k]) continue;

@@ -62,7 +62,7 @@ KERNEL(32, 1) products(ProductArguments arguments) {
 struct ScalarArguments {
   const float* values;
   Word *bf16_words, *f16_words;
-  float *tf32, *exponentials, *roots;
+  float *tf32, *exponentials, *roots, *maxima, *products;
   float *from_bf16, *from_f16;  // of all 65536 patterns
   int count;
 };
@@ -76,6 +76,9 @@ KERNEL(256, 1) scalars(ScalarArguments arguments) {
     arguments.tf32[i] = round_to_tf32(value);
     arguments.exponentials[i] = exponential(value);
     arguments.roots[i] = square_root(to_float(bits_float(float_bits(value))));
+    const float other = arguments.values[arguments.count - 1 - i];
+    arguments.maxima[i] = maximum(value, other);
+    arguments.products[i] = multiply_then_add(value, other, 1.f);
   }
   for (int i = start; i < 65536; i += step) {
     arguments.from_bf16[i] = to_float(bf16{static_cast<unsigned short>(i)});
