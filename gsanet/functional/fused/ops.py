@@ -15,6 +15,7 @@ from torch import Tensor
 from gsanet.functional import lean
 from gsanet.functional.backends import Axis
 from gsanet.functional.fused import calls
+from gsanet.functional.fused.beside import start_beside
 from gsanet.functional.fused.plan import Shape, plan_line
 
 # A module of fewer channels projects q, k and v again in the backward pass: three maps less in memory, for a product
@@ -460,8 +461,9 @@ def _attention_map_inference(
     stride: int,
 ) -> Tensor:
     q, k, v = _split(_project(x, weight), x, heads, dim_key, content)
-    context = None if k is None else calls.context_vectors(k, v).turned
+    context, wait = start_beside(lambda: None if k is None else calls.context_vectors(k, v).turned, x)
     column = calls.attend(q, v, rel_column.contiguous(), "column").out
+    wait()
     out = calls.attend(
         q, column, rel_row.contiguous(), "row", norm=norm, context=context, finish=finish, pool=stride == 2
     ).out  # fmt: skip

@@ -15,8 +15,8 @@ BAND = 64  # pixels of a line whose scores are held at a time
 LONGEST = 320  # pixels of a line
 SHORT = 16  # pixels of a line up to which more and smaller blocks are faster
 WIDTHS = range(4, 129)  # channels of a head
-# The most pixels that a block of the context vectors takes at once, and bytes of shared memory: larger maps pass through
-# two stages.
+# The most pixels that a block of the context vectors takes at once, and bytes of shared memory: larger maps pass
+# through two stages.
 CONTEXT_LENGTH, CONTEXT_MEMORY = 112, 66 * 1024
 ROW_WARPS = 16  # that share the sums of what other kernels' blocks left
 
@@ -107,7 +107,7 @@ def plan_line(
     """
     if backward and length > BAND:
         return None
-    pairs = 8 if not backward and length <= SHORT else 16
+    pairs = _most_pairs(shape, length, backward, features.get("pool", False))
     while not backward and pairs > 2 and lines * shape.heads < pairs * machine.multiprocessors:
         pairs //= 2  # a batch of few images: rather half-empty products than idle multiprocessors
     for heads, lines_at_once in _cuts(shape.heads, pairs):
@@ -148,6 +148,16 @@ def plan_line(
     return None
 
 
+def _most_pairs(shape: Shape, length: int, backward: bool, pool: bool) -> int:
+    """Pairs of a line and a head in a block: with eight, products are half empty, but more blocks have room."""
+    widest = max(shape.key, shape.value)
+    if backward:
+        few = (length <= 8 and widest > 32) or (pool and length <= SHORT and widest == 32)
+    else:
+        few = length <= SHORT and widest * length > 256
+    return 8 if few else 16
+
+
 def _cuts(heads: int, pairs: int) -> list[tuple[int, int]]:
     """(heads, lines) of a block, so many pairs of them if that can be, and fewer where they do not fit.
 
@@ -181,8 +191,8 @@ def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bo
 def _forward_warps(shape: Shape, length: int, fitting: int) -> tuple[int, int]:
     """(warps, blocks on a multiprocessor): fewer blocks leave more registers to those with wide heads."""
     widest = max(shape.padded(shape.key), shape.padded(shape.value))
-    most = 2 if widest > 32 else 4 if length <= SHORT else 2 if widest == 32 else 3
-    return 8, max(1, min(fitting, most))
+    short, long = (3, 2) if widest > 32 else (4, 2) if widest == 32 else (4, 3)
+    return 8, max(1, min(fitting, short if length <= SHORT else long))
 
 
 def _backward_warps(shape: Shape, length: int, pairs: int, fitting: int, content_keys: bool) -> tuple[int, int] | None:
@@ -194,7 +204,9 @@ def _backward_warps(shape: Shape, length: int, pairs: int, fitting: int, content
     table = (2 * eights - 1) * shape.padded(shape.key) // 8 * 2
     values = tiles * shape.padded(shape.value) // 8 * 4
     choices = [(8, 2, 70), (16, 1, 82 if content_keys else 96), (8, 1, 190)]
-    if content_keys and shape.padded(shape.value) >= 32:
+    if content_keys and pairs <= 8:
+        choices = choices[2:]
+    elif content_keys and shape.padded(shape.value) >= 32 and length > 8:
         choices[:2] = choices[1::-1]
     for warps, blocks, registers in choices:
         if blocks <= fitting and table + values * -(-pairs // warps) <= registers:

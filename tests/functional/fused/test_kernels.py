@@ -880,6 +880,24 @@ def test_cuda_graph_on_gpu(gpu, training):
                 assert torch.equal(buffer, usual[name]), name
 
 
+def test_cuda_graph_of_inference_on_gpu(gpu):
+    """In a graph the two branches of a module run side by side, if there are few images."""
+    modules = (make_module(BF16, 64, (30, 14), seed=seed) for seed in range(3))
+    network = gsanet.fuse_for_inference(nn.Sequential(*modules).cuda())
+    for images in (1, 12):
+        x = torch.zeros(images, 64, 30, 14, dtype=BF16, device="cuda").to(memory_format=torch.channels_last)
+        with gpu.running(poison=False), torch.inference_mode():
+            network(x)  # compiles, and loads
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = network(x)
+            for seed in range(5):
+                x.copy_(normal(images, 64, 30, 14, dtype=BF16, seed=seed).cuda())
+                graph.replay()
+                assert torch.equal(out, network(x))
+
+
 def test_two_streams_on_gpu(gpu):
     module = make_module(BF16, 64, (14, 10)).cuda().eval()
     x = normal(2, 64, 14, 10, dtype=BF16).cuda()

@@ -566,7 +566,7 @@ def test_batch_norms_that_are_not_compiled_are_timms(kernels):
         assert torch.equal(residual(block)(x), residual(plain)(x))
         with counting_compilations() as (_, backend):
             compiled = torch.compile(residual(block.eval()), fullgraph=True, backend=backend)
-            assert torch.equal(compiled(x), residual(plain.eval())(x))
+            torch.testing.assert_close(compiled(x), residual(plain.eval())(x))
     assert not kernels.launched
 
 

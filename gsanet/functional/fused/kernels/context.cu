@@ -167,6 +167,10 @@ DEVICE void add_pixels(Unit& unit, const LeftTile& left, const RightTile& right,
       }
     }
   }
+  // Tensor cores cut off what other units round: floats are summed up by them over one stage only.
+  constexpr bool APART = IS_FLOAT<T> && STAGES > 1;
+  Sums of_stage = {};
+  Sums& sums = APART ? of_stage : unit.sums;
 #pragma unroll 2
   for (int pixel = 0; pixel < count; pixel += DEPTH) {
     auto weights = keys_of(pixel);
@@ -179,8 +183,13 @@ DEVICE void add_pixels(Unit& unit, const LeftTile& left, const RightTile& right,
     Right<T, DEPTH> values[VALUE_WIDTH / 8];
     load_right_transposed(values, [&](int step) { return right.at(0, pixel + step, head); });
 #pragma unroll
-    for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile) multiply(unit.sums[tile], weights, values[tile]);
+    for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile) multiply(sums[tile], weights, values[tile]);
   }
+  if constexpr (APART)
+#pragma unroll
+    for (int tile = 0; tile < VALUE_WIDTH / 8; ++tile)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) unit.sums[tile][i] += of_stage[tile][i];
 }
 
 KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {

@@ -59,6 +59,8 @@ constexpr int LINE_TILES = TILE_ROWS / 16;
 constexpr int VALUE_TILES = VALUE_WIDTH / 8, QUERY_TILES = QUERY_WIDTH / 8;
 constexpr int X_DEPTH = depth_of<T>(16);  // depth of products over 16 attending pixels or 16 pairs
 constexpr int SLOTS = LENGTH <= 8 ? 8 : 16;  // attending pixels with scores; those of the others are zeros from the start
+// Whether the compiler may work on the scores of two pixels at once. That mostly costs more registers than there are.
+constexpr bool MIXED_PIXELS = CONTENT_KEYS && VALUE_TILES == 2 && SLOTS == 16;
 
 // What a warp keeps in registers over all lines, as far as that leaves about 60 for the rest: its sums, the windows of the
 // table that its pixels meet, and the same transposed.
@@ -207,7 +209,7 @@ DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_
   } else {
 #pragma unroll
     for (int slot = 0; slot < SLOTS; slot += WARPS)
-      if (slot + warp < SLOTS) score_pixel(scores, slot + warp, tiles.queries, X0 + slot + warp, table, 0);
+      if (MIXED_PIXELS || slot + warp < SLOTS) score_pixel(scores, slot + warp, tiles.queries, X0 + slot + warp, table, 0);
   }
   block_barrier();
 #pragma unroll
