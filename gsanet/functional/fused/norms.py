@@ -27,13 +27,16 @@ def takes(x: Tensor, norm: nn.BatchNorm2d) -> bool:
 
 def batch_norm(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     """As `norm(x)`, for what `takes` takes; for torch.compile, to which all but the statistics is left to fuse."""
+    # Before the statistics: of what comes behind another operator torch.compile would rather keep a result, in float32,
+    # than work it out again in the backward pass.
+    wide = x.float()
     applied = norm_ops.channel_statistics(x, centre_of(norm, x), *_in_float32(norm), norm.eps)
     _keep(norm, applied, x)
     # One by one: the gradients of slices and of `unbind` would be stored before they are used.
     scale, shift, mean = (applied[row].view(1, -1, 1, 1) for row in range(3))
     mean = mean.detach()
     # About the mean, so that the gradient of the scale is no small difference of large sums.
-    return ((x - mean) * scale + (shift + mean * scale)).to(x.dtype)
+    return ((wide - mean) * scale + (shift + mean * scale)).to(x.dtype)
 
 
 def norm_relu_max_pool(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:

@@ -24,6 +24,9 @@ from helpers import relative_error
 from timm.layers import BatchNormAct2d, convert_sync_batchnorm
 from timm.models import create_feature_extractor
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 
 import gsanet
 from gsanet.functional import use_backend
@@ -686,3 +689,29 @@ def test_max_pool_has_no_gradient(kernels):
     x = feature_map(kernels, FLOAT, 2, 8, 6, 6).requires_grad_()
     with kernels.running(), pytest.raises(RuntimeError, match="max_pool has no gradient"):
         norm_ops.max_pool(x).sum().backward()
+
+
+@pytest.mark.parametrize("kernel", ["attention", "convolution"])
+def test_compiled_networks_keep_no_map_in_float32(planned, kernel):
+    """Half of what is kept for the backward pass would be too much; in 16 bits each map is kept once."""
+    kept = []
+
+    def note(graph, _):
+        kept.extend(node.meta["val"] for node in graph.graph.find_nodes(op="output")[0].args[0] if "val" in node.meta)
+        return graph.forward
+
+    name = {"attention": "gsa_resnet26", "convolution": "conv_resnet26"}[kernel]
+    network = gsanet.create_model(name, img_size=64, num_classes=5, depths=(1, 2)).to(memory_format=LAST).train()
+    backend = aot_autograd(
+        fw_compiler=note,
+        bw_compiler=lambda graph, _: graph.forward,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    images = torch.randn(2, 3, 64, 64).to(memory_format=LAST)
+    with torch.autocast("cpu", dtype=BF16):
+        torch.compile(network, fullgraph=True, dynamic=False, backend=backend)(images)
+    torch._dynamo.reset()
+    maps = [value for value in kept if isinstance(value, torch.Tensor) and value.dim() in (4, 5)]
+    assert len(maps) > 20
+    assert not [value.shape for value in maps if value.dtype is FLOAT]
