@@ -1,7 +1,8 @@
 """Whole networks: GSA-ResNets against the convolutional ResNets whose 3x3 convolutions they replace.
 
-ResNet-50 is torchvision's; in inference its batch normalisations are folded into the convolutions, and in rows of their
-own it goes through `gsanet.fuse_for_inference` too, which is the fastest that we know to make it. Ours is
+ResNet-50 is torchvision's; in inference its batch normalisations are folded into the convolutions. In rows of their own
+it gets what else makes ours fast and has nothing to do with attention: in training it is `conv_resnet50` of this
+package, with our stem and norms, in inference it goes through `gsanet.fuse_for_inference` too. Ours is
 `gsanet.create_model`, in inference through the same function where this version has it. A training step is
 `gsanet.bench.TrainingStep`: autocast, forward, cross-entropy, backward, SGD with momentum; no gradient scaler in
 float16.
@@ -35,6 +36,7 @@ from gsanet.bench import TrainingStep, one_line, train_memory
 
 CONV = "ResNet-50"
 GSA = "GSA-ResNet-50"
+TWIN = "ResNet-50 with our stem and norms"
 EPILOGUES = "ResNet-50 with our epilogues"
 
 
@@ -54,15 +56,27 @@ def _conv_training(setting: Setting) -> Modes:
     return shared(("training", CONV), make)
 
 
+def _twin_training(setting: Setting) -> Modes:
+    create = partial(gsanet.create_model, "conv_resnet50", img_size=setting.img_size)
+    make = partial(training_modes, create, setting, setting.batch, setting.img_size)
+    return shared(("training", TWIN), make)
+
+
 def _gsa_training(setting: Setting, **options: Any) -> Modes:
     create = partial(gsanet.create_model, "gsa_resnet50", img_size=setting.img_size, **options)
     make = partial(training_modes, create, setting, setting.batch, setting.img_size)
     return shared(("training", GSA), make) if not options else make()
 
 
-def _training_row(what: str, ours: str, sides: Sides, setting: Setting, target: Target, batch: int) -> Row:
-    found = measure(sides, setting, repeats=3)
-    return _throughput_row(f"{what}, batch {batch}", ours, found, dict.fromkeys(sides, batch), target)
+def _training_rows(
+    what: str, ours: str, make_ours: Callable[[], Modes], setting: Setting, target: Target
+) -> Iterator[Row]:
+    """Against ResNet-50, and against it with all of ours but attention: measured together."""
+    sides: Sides = {ours: make_ours, CONV: partial(_conv_training, setting), TWIN: partial(_twin_training, setting)}
+    found, batches = measure(sides, setting, repeats=3), dict.fromkeys(sides, setting.batch)
+    yield _throughput_row(f"{what}, batch {setting.batch}", ours, found.only(ours, CONV), batches, target)
+    what = f"{what}, {TWIN}, batch {setting.batch}"
+    yield _throughput_row(what, ours, found.only(ours, TWIN), batches, None)
 
 
 def _throughput_row(what: str, ours: str, found: Measured, batches: dict[str, int], target: Target | None) -> Row:
@@ -81,8 +95,7 @@ def _throughput_row(what: str, ours: str, found: Measured, batches: dict[str, in
 @case("training", "training")
 def training(setting: Setting) -> Iterator[Row]:
     """Training throughput of GSA-ResNet-50 and ResNet-50."""
-    sides = {GSA: partial(_gsa_training, setting), CONV: partial(_conv_training, setting)}
-    yield _training_row("Training", GSA, sides, setting, Target(0.71, 1.0), setting.batch)
+    yield from _training_rows("Training", GSA, partial(_gsa_training, setting), setting, Target(0.71, 1.0))
 
 
 @case("memory", "training")
@@ -111,8 +124,8 @@ def training_groups(setting: Setting) -> Iterator[Row]:
     for groups, target in {(2, 3, 4): Target(0.79, 1.0), (3, 4): Target(0.92, 1.0)}.items():
         words = f"groups {groups[0]}-{groups[-1]}"
         ours = f"{GSA}, {words}"
-        sides = {ours: partial(_gsa_training, setting, groups=groups), CONV: partial(_conv_training, setting)}
-        yield _training_row(f"Training, GSA in {words}", ours, sides, setting, target, setting.batch)
+        make_ours = partial(_gsa_training, setting, groups=groups)
+        yield from _training_rows(f"Training, GSA in {words}", ours, make_ours, setting, target)
 
 
 @case("gsa-pytorch", "training")
@@ -217,4 +230,6 @@ def small_images(setting: Setting) -> Iterator[Row]:
     for side, name in {"GSA-ResNet-38": "gsa_resnet38", "ResNet-38": "conv_resnet38"}.items():
         create = partial(gsanet.create_model, name, stem="7x7/2", img_size=size, num_classes=200)
         sides[side] = partial(training_modes, create, setting, batch, size)
-    yield _training_row(f"Training at {size}x{size}", "GSA-ResNet-38", sides, setting, Target(0.71, 1.0), batch)
+    found = measure(sides, setting, repeats=3)
+    what, batches = f"Training at {size}x{size}, batch {batch}", dict.fromkeys(sides, batch)
+    yield _throughput_row(what, "GSA-ResNet-38", found, batches, Target(0.71, 1.0))

@@ -73,7 +73,7 @@ def test_the_cases_that_share_networks_are_neighbours():
     ]
 
 
-def test_training_and_groups_make_the_convolutional_network_once(monkeypatch):
+def test_training_and_groups_make_the_convolutional_networks_once(monkeypatch):
     made = []
 
     def modes(make, setting, batch, size):
@@ -83,7 +83,7 @@ def test_training_and_groups_make_the_convolutional_network_once(monkeypatch):
     monkeypatch.setattr(networks, "training_modes", modes)
     for name in ("training", "training-groups"):
         list(CASES[name].rows(TINY))
-    assert len(made) == 4  # ours in three forms, and one other
+    assert len(made) == 5  # ours in three forms, and two others
 
 
 def throughput(ours, theirs, target=None):
