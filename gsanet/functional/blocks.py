@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gsanet.functional.exporting import is_exporting
+
 __all__ = ["convolve_blocks", "pays", "to_blocks"]
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -34,12 +36,6 @@ def pays(
         and min(weight.shape[2:]) > 2
         and not is_exporting()
     )
-
-
-def is_exporting() -> bool:
-    """Whether the network is being exported; an export has the layers as they were defined."""
-    # Older versions of PyTorch say so while they compile as well.
-    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int]) -> Tensor:
@@ -71,10 +67,9 @@ def to_blocks(x: Tensor, weight: Tensor, padding: Sequence[int]) -> tuple[Tensor
 
 def _blocks(x: Tensor, around: Sequence[int], channels: int) -> Tensor:
     """2 x 2 pixels as channels, behind zeros around the map; `channels` more of zeros."""
-    pixels = F.pad(x, around).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # batch, channel, row, down, column, along
-    # What lies side by side in a channels-last image stays so.
-    blocks = pixels.permute(0, 2, 4, 3, 5, 1).flatten(3)
-    return F.pad(blocks, (0, channels)).permute(0, 3, 1, 2)
+    return F.pad(F.pixel_unshuffle(F.pad(x, around), 2), (0, 0, 0, 0, 0, channels)).contiguous(
+        memory_format=torch.channels_last
+    )
 
 
 def _dtype(x: Tensor) -> torch.dtype:

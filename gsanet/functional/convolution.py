@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gsanet.functional.blocks import is_exporting, pays, to_blocks
+from gsanet.functional.blocks import pays, to_blocks
+from gsanet.functional.exporting import is_exporting
 
 __all__ = ["convolution_relu"]
 

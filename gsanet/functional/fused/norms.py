@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gsanet.functional.backends import may_use
+from gsanet.functional.exporting import is_exporting
 from gsanet.functional.fused import norm_ops
 from gsanet.functional.fused.compiler import unavailable
 from gsanet.functional.fused.plan import SCALARS
@@ -92,7 +93,7 @@ def _keep(norm: nn.BatchNorm2d, applied: Tensor, x: Tensor) -> None:
 
 def _takes_map(x: Tensor) -> bool:
     # torch.fx calls with what is no tensor, and is to see PyTorch's operators, as torch.export is.
-    if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1] % 8 or _is_exporting():
+    if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1] % 8 or is_exporting():
         return False
     # The operators would copy a map that is not channels-last, which takes longer than they save.
     if not x.is_contiguous(memory_format=torch.channels_last):
@@ -107,8 +108,3 @@ def _runs_on_device(x: Tensor) -> bool:
 @torch.compiler.assume_constant_result
 def _is_available(index: int) -> bool:
     return unavailable(torch.device("cuda", index)) is None
-
-
-def _is_exporting() -> bool:
-    # Older versions of PyTorch say so while they compile as well.
-    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()

@@ -4,6 +4,7 @@ The sizes here are those that the kernels' sources work out for themselves (`ker
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -107,7 +108,7 @@ def plan_line(
     """
     if backward and length > BAND:
         return None
-    pairs = _most_pairs(shape, length, backward, features.get("pool", False))
+    pairs = _most_pairs(shape, length, backward, features)
     while not backward and pairs > 2 and lines * shape.heads < pairs * machine.multiprocessors:
         pairs //= 2  # a batch of few images: rather half-empty products than idle multiprocessors
     for heads, lines_at_once in _cuts(shape.heads, pairs):
@@ -148,11 +149,16 @@ def plan_line(
     return None
 
 
-def _most_pairs(shape: Shape, length: int, backward: bool, pool: bool) -> int:
-    """Pairs of a line and a head in a block: with eight, products are half empty, but more blocks have room."""
+def _most_pairs(shape: Shape, length: int, backward: bool, features: Mapping[str, bool]) -> int:
+    """Pairs of a line and a head in a block: with eight, products are half empty, but more blocks have room.
+
+    What is faster was measured, in bfloat16, at the shapes of the networks (`benchmarks/plans.py`).
+    """
     widest = max(shape.key, shape.value)
-    if backward:
-        few = (length <= 8 and widest > 32) or (pool and length <= SHORT and widest == 32)
+    if backward and length <= 8 and widest > 32:
+        few = length % 4 == 0 or not features.get("content_keys")
+    elif backward:
+        few = length <= SHORT and widest == 32 and features.get("pool", False)
     else:
         few = length <= SHORT and widest * length > 256
     return 8 if few else 16
@@ -191,8 +197,13 @@ def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bo
 def _forward_warps(shape: Shape, length: int, fitting: int) -> tuple[int, int]:
     """(warps, blocks on a multiprocessor): fewer blocks leave more registers to those with wide heads."""
     widest = max(shape.padded(shape.key), shape.padded(shape.value))
-    short, long = (3, 2) if widest > 32 else (4, 2) if widest == 32 else (4, 3)
-    return 8, max(1, min(fitting, short if length <= SHORT else long))
+    if widest > 32:
+        most = 3 if length <= 8 else 2
+    elif length <= SHORT:
+        most = 4
+    else:
+        most = 2 if widest == 32 else 3
+    return 8, max(1, min(fitting, most))
 
 
 def _backward_warps(shape: Shape, length: int, pairs: int, fitting: int, content_keys: bool) -> tuple[int, int] | None:
