@@ -140,7 +140,8 @@ def gsa_pytorch(setting: Setting) -> Iterator[Row]:
         found = measure({GSA: partial(_gsa_training, setting), theirs: make}, setting, repeats=3)
         if theirs in found.times:
             break
-    what = f"Training, ours and gsa-pytorch in one network, batch {setting.batch} and {batch}"
+    batches = f"{setting.batch}" if batch == setting.batch else f"{setting.batch} and {batch}"
+    what = f"Training, ours and gsa-pytorch in one network, batch {batches}"
     yield _throughput_row(what, GSA, found, {GSA: setting.batch, theirs: batch}, Target(6.0, 8.0))
 
 
