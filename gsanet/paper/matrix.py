@@ -56,6 +56,8 @@ class Experiment:
     @property
     def tables(self) -> tuple[int, ...]:
         """The tables of the paper that have a row of its network; of those, only Table 6 prints CIFAR-100."""
+        if self.recipe.data_settings.holdout:  # it is there to choose a recipe
+            return ()
         return tuple(
             number
             for number in TABLES
