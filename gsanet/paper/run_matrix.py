@@ -4,15 +4,18 @@
 
 is `gsanet paper run`, for machines that have no terminal libraries. Each run has a directory in the work folder, from
 which it goes on where it was cut. A finished one leaves `results/runs/NAME.json`, and is not made again; its weights
-stay in the work folder as `weights/NAME.safetensors`, for the runs that start from them.
+stay in the work folder as `weights/NAME.safetensors`, for the runs that start from them. Several processes with one
+work folder share the runs.
 """
 
 import argparse
+import fcntl
 import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGALRM
@@ -96,7 +99,7 @@ def run_experiments(
     graphs: bool = False,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Make experiments one after the other; those with results are passed over.
+    """Make experiments one after the other; those with results, and those that another process makes, are passed over.
 
     Args:
         experiments: In this order.
@@ -112,33 +115,55 @@ def run_experiments(
     """
     deadline = None if stop_after is None else time.monotonic() + stop_after
     failed = 0
-    for experiment in experiments:
-        name = experiment.name
+    for name in (experiment.name for experiment in experiments):
         if place.result(name).exists():
             say(f"{name}: done before ({place.result(name)})")
-            continue
-        if obstacle := place.obstacle(experiment):
-            say(f"{name}: {obstacle}")
-            continue
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left < LEAST:
-            break
-        say(f"{name}: {experiment.network}, from step {place.steps_done(experiment):,} of {experiment.steps:,}")
-        try:
-            result = _train(experiment, place, left, compile, graphs)
-        except DivergedError as error:
-            say(f"{name}: {error}")
-            failed = 1
-            continue
-        if result.stopped_by is not None:
-            if result.stopped_by != SIGALRM:
-                return 128 + result.stopped_by
-            break
-        found = _record(experiment, place, result, commit)
-        say(f"{name}: top-1 {found.top1:.2f} %, top-5 {found.top5:.2f} % -> {place.result(name)}")
+    waiting = list(experiments)
+    while (left := None if deadline is None else deadline - time.monotonic()) is None or left >= LEAST:
+        # From the start each time: a run may have waited for the weights of the last.
+        waiting = [experiment for experiment in waiting if not place.result(experiment.name).exists()]
+        with _claim(waiting, place) as experiment:
+            if experiment is None:
+                break
+            waiting.remove(experiment)
+            name = experiment.name
+            say(f"{name}: {experiment.network}, from step {place.steps_done(experiment):,} of {experiment.steps:,}")
+            try:
+                result = _train(experiment, place, left, compile, graphs)
+            except DivergedError as error:
+                say(f"{name}: {error}")
+                failed = 1
+                continue
+            if result.stopped_by is not None:
+                if result.stopped_by != SIGALRM:
+                    return 128 + result.stopped_by
+                break
+            found = _record(experiment, place, result, commit)
+            say(f"{name}: top-1 {found.top1:.2f} %, top-5 {found.top5:.2f} % -> {place.result(name)}")
     for line in plan_lines(experiments, place, detailed=False):
         say(line)
     return failed
+
+
+@contextmanager
+def _claim(experiments: Iterable[Experiment], place: Place) -> Iterator[Experiment | None]:
+    """The first run that can be made and that no other process is making; None if there is none.
+
+    It is this process's own until the end of the context, or of the process.
+    """
+    for experiment in experiments:
+        if place.obstacle(experiment):
+            continue
+        place.work.mkdir(parents=True, exist_ok=True)
+        with place.work.joinpath(f"{experiment.name}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            if not place.result(experiment.name).exists():  # it may have been finished since it was looked for
+                yield experiment
+                return
+    yield None
 
 
 def plan_lines(experiments: Iterable[Experiment], place: Place, detailed: bool = True) -> list[str]:

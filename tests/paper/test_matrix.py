@@ -1,5 +1,6 @@
 """The experiments: what the matrix holds, and that they are made, cut, continued and recorded."""
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -126,6 +127,20 @@ def test_runs_are_made_cut_continued_and_recorded(small, monkeypatch):
     assert run.startswith("  gsa-seed1: ")
     run_experiments([found["gsa"]], place, "abc", say=said.append)
     assert "done before" in said[0]
+
+
+def test_processes_share_the_runs(small):
+    found, place = small
+    said = []
+    place.work.mkdir(parents=True)
+    with place.work.joinpath("gsa.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as another process would
+        run_experiments([found["gsa"], found["choice"]], place, "abc", say=said.append)
+    assert place.result("choice").exists()
+    assert not place.run("gsa").exists()
+    assert any(line.startswith("  gsa: ") and "not begun" in line for line in said)
+    run_experiments([found["gsa"]], place, "abc", say=said.append)
+    assert place.result("gsa").exists()
 
 
 def test_another_recipe_is_not_continued(small, monkeypatch):
