@@ -22,6 +22,39 @@ Sides = Mapping[str, Callable[[], Modes]]
 FLUSHED = 2**29  # bytes: several times the cache of any GPU
 
 
+class Share:
+    """One process's share of all sides, each of which is only compiled: `torch.compile` keeps on disk what it makes.
+
+    Args:
+        number: Of the process.
+        processes: All of them.
+    """
+
+    def __init__(self, number: int, processes: int):
+        self.number, self.processes = number, processes
+        self.seen: dict[Any, int] = {}
+
+    def take(self, sides: Sides) -> None:
+        """Run those of these sides that are this process's, once. Those of other rows may be the same."""
+        for make in sides.values():
+            key = (make.func, make.args, *make.keywords.items()) if isinstance(make, partial) else make
+            if key in self.seen:
+                continue
+            self.seen[key] = len(self.seen)
+            if self.seen[key] % self.processes != self.number:
+                continue
+            try:
+                for run in make().values():
+                    if not isinstance(run, Graphed):
+                        run()
+            except Exception as error:  # it will be reported when it is measured
+                print(one_line(error))
+            forget()
+
+
+share: Share | None = None  # of this process, if it is here to compile
+
+
 @dataclass
 class Measured:
     """Times in milliseconds of one run, the mode of each, and what failed."""
@@ -58,6 +91,9 @@ def measure(sides: Sides, setting: Setting, repeats: int = 1, cold: bool = False
         cold: On a GPU, write over its cache before each turn.
     """
     found = Measured()
+    if share is not None:
+        share.take(sides)
+        return found
     runs: dict[tuple[str, str], Run] = {}
     repeats = repeats if setting.cuda else 1
     for side, make in sides.items():

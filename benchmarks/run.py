@@ -3,6 +3,7 @@
 python benchmarks/run.py                               all cases
 python benchmarks/run.py training memory --quick       some of them, with fewer repetitions
 python benchmarks/run.py --json --picture speed.png    also write results/benchmarks/speed-<device>.json, and draw it
+python benchmarks/run.py --processes 12                compile all networks first, twelve at a time
 
 On a GPU: bfloat16, batch 256, compiled. On a CPU: float32, batch 2, as it is. Each row is printed and written as soon
 as it is measured; a side that fails is reported, and the rest goes on.
@@ -10,14 +11,16 @@ as it is measured; a side that fails is reported, and the rest goes on.
 
 import argparse
 import importlib.util
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import measure
 import torch
 from measure import forget
-from registry import Setting, SkippedError, load_cases
+from registry import Case, Setting, SkippedError, load_cases
 from report import Report, default_file, losses, markdown, rich_table, row_line, tables
 from rich.console import Console
 
@@ -25,6 +28,7 @@ from gsanet.bench import DTYPES, environment, one_line
 
 GOALS = {"device": "H200", "batch": 256}  # where and at what the goals are set
 DEFAULT = Path("default")
+UNCOMPILED = ("memory", "start-up", "ceilings")  # they have nothing to compile that others have not
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, help="default: 256 on a GPU, else 2")
     parser.add_argument("--autotune", action="store_true", help="also try max-autotune, on all sides")
     parser.add_argument("--graphs", action="store_true", help="also try whole steps as CUDA graphs, on all sides")
+    parser.add_argument("--processes", type=int, default=0, metavar="N", help="compile first, in so many processes")
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)  # one of these
     parser.add_argument("--json", type=Path, nargs="?", const=DEFAULT, metavar="FILE", help="write the rows here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the rows here")
@@ -67,6 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
 
+    wanted = chosen.cases or list(cases)
+    if chosen.share is not None:
+        measure.share = measure.Share(chosen.share, chosen.processes)
+        compile_share([case for name, case in cases.items() if name in wanted and name not in UNCOMPILED], setting)
+        return
+
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 130)
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()))
     try:
@@ -75,7 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     if report.dropped:
         console.print(f"{report.file} is of another environment or setting: its rows are replaced")
-    run_cases(chosen.cases or list(cases), setting, report, console)
+    if chosen.processes:
+        begin = time.perf_counter()
+        console.print(f"\ncompiling, {chosen.processes} processes")
+        compile_in_processes(chosen.processes, sys.argv[1:] if arguments is None else list(arguments))
+        console.print(f"  {time.perf_counter() - begin:.0f} s")
+    run_cases(wanted, setting, report, console)
     show(report, console)
     if chosen.markdown:
         chosen.markdown.write_text(markdown(report.as_json()), encoding="utf-8")
@@ -90,6 +107,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for file in (report.file, chosen.markdown, chosen.picture):
         if file is not None:
             console.print(f"written: {file}")
+
+
+def compile_in_processes(processes: int, arguments: Sequence[str]) -> None:
+    """Run this program with the same arguments several times at once, each to compile a share."""
+    command = [sys.executable, __file__, *arguments, "--share"]
+    running = [subprocess.Popen([*command, str(n)], stdout=subprocess.DEVNULL) for n in range(processes)]
+    for process in running:
+        process.wait()
+
+
+def compile_share(cases: Iterable[Case], setting: Setting) -> None:
+    """Go through cases without measuring: `measure` compiles what is this process's."""
+    for case in cases:
+        try:
+            for _ in case.rows(setting):
+                pass
+        except SkippedError:
+            continue
+        forget()
 
 
 def run_cases(names: Sequence[str], setting: Setting, report: Report, console: Console) -> None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import measure as measuring
@@ -84,6 +85,24 @@ def test_training_and_groups_make_the_convolutional_networks_once(monkeypatch):
     for name in ("training", "training-groups"):
         list(CASES[name].rows(TINY))
     assert len(made) == 5  # ours in three forms, and two others
+
+
+def test_processes_share_what_is_to_be_compiled(monkeypatch):
+    """Each network is made by one of them, and once."""
+    made = []
+
+    def modes(make, setting, batch, size):
+        made.append((make.func, make.args, *sorted(make.keywords.items())) if isinstance(make, partial) else make)
+        return {"compiled": lambda: None, "compiled, CUDA graph": Graphed(lambda: pytest.fail("not captured"))}
+
+    monkeypatch.setattr(networks, "training_modes", modes)
+    cases = [CASES[name] for name in ("training", "training-groups", "small-images")]
+    for number in range(3):
+        before = len(made)
+        monkeypatch.setattr(measuring, "share", measuring.Share(number, 3))
+        runner.compile_share(cases, TINY)
+        assert 2 <= len(made) - before <= 3
+    assert len(made) == len(set(made)) == 7  # ours in three forms, two others, and two for small images
 
 
 def throughput(ours, theirs, target=None):
