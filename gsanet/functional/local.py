@@ -28,7 +28,8 @@ def outside(size: tuple[int, int], window: int, device: torch.device) -> Tensor:
     """Which neighbours of a window centred on each pixel are not on the map: (x, y, offset)."""
     reach = window // 2
     offsets = torch.arange(-reach, reach + 1, device=device)
-    x, y = ((line := torch.arange(n, device=device)[:, None] + offsets).lt(0) | line.ge(n) for n in size)
+    x, y = (torch.arange(n, device=device)[:, None] + offsets for n in size)
+    x, y = x.lt(0) | x.ge(size[0]), y.lt(0) | y.ge(size[1])
     return (x[:, None, :, None] | y[None, :, None, :]).flatten(2)
 
 

@@ -133,3 +133,8 @@ def test_mirror():
     assert torch.equal(mirror(x, 3), expected)
     line = mirror(torch.tensor([[[1.0], [2.0]]]), 3)[0, :, 0]  # a map of 2x1, mirrored back and forth
     assert line.tolist() == [2, 1, 2, 1, 2, 1, 2, 1]
+
+
+def test_the_map_s_border_compiles():
+    compiled = torch.compile(outside, fullgraph=True, backend="eager")
+    assert torch.equal(compiled((4, 6), 3, torch.device("cpu")), outside((4, 6), 3, torch.device("cpu")))
