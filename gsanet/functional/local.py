@@ -7,10 +7,10 @@ The neighbour of output pixel x' at offset i is pixel `stride * x' + i - padding
     local_mix      y[x']    = sum over o of w[x', o] v[x' + o]
     local_spread   y[x' + o] += w[x', o] q[x']           the transpose of local_mix
 
-Each one's gradients are the other two. They are loops over the offsets: beside inputs and output, only products of the
-size of one map exist, where unfolding would hold n * n copies of it. As custom ops they are seen whole by
-`torch.compile` and by torch's flop counter, which is told what the equation costs: 2 n^2 operations for each pixel and
-channel, also where the window hangs over the border.
+Each one's gradients are the other two. On an NVIDIA GPU each is one kernel. Elsewhere they are loops over the offsets:
+beside inputs and output, only products of the size of one map exist, where unfolding would hold n * n copies of it. As
+custom ops they are seen whole by `torch.compile` and by torch's flop counter, which is told what the equation costs: 2
+n^2 operations for each pixel and channel, also where the window hangs over the border.
 """
 
 import math
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+from gsanet.functional.fused import local as fused
 
 Span = tuple[slice, slice]
 
@@ -71,6 +73,8 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 @torch.library.custom_op("gsanet::local_scores", mutates_args=())
 def local_scores(q: Tensor, k: Tensor, window: int, stride: int = 1, padding: int = 0) -> Tensor:
     """The product of each q with its neighbours' k: (batch, x', y', head, offset)."""
+    if fused.takes(window, q, k):
+        return fused.local_scores(q, k, window, stride, padding)
     scores = q.new_zeros(*q.shape[:4], window * window)
     for o, here, there in _offsets(q, k, window, stride, padding):
         scores[here][..., o] = (q[here] * k[there]).sum(-1)
@@ -80,6 +84,8 @@ def local_scores(q: Tensor, k: Tensor, window: int, stride: int = 1, padding: in
 @torch.library.custom_op("gsanet::local_mix", mutates_args=())
 def local_mix(weights: Tensor, v: Tensor, window: int, stride: int = 1, padding: int = 0) -> Tensor:
     """The sum of the neighbours' v with (batch, x', y', head, offset) weights: (batch, x', y', head, channel)."""
+    if fused.takes(window, weights, v):
+        return fused.local_mix(weights, v, window, stride, padding)
     out = v.new_zeros(*weights.shape[:4], v.shape[4], dtype=_sum_dtype(v))
     for o, here, there in _offsets(weights, v, window, stride, padding):
         out[here] += weights[here][..., o : o + 1] * v[there]
@@ -91,6 +97,8 @@ def local_spread(
     weights: Tensor, q: Tensor, height: int, width: int, window: int, stride: int = 1, padding: int = 0
 ) -> Tensor:
     """Each q given to its neighbours on a map of height x width: the transpose of `local_mix`."""
+    if fused.takes(window, weights, q):
+        return fused.local_spread(weights, q, height, width, window, stride, padding)
     out = q.new_zeros(q.shape[0], height, width, *q.shape[3:], dtype=_sum_dtype(q))
     for o, here, there in _offsets(weights, out, window, stride, padding):
         out[there] += weights[here][..., o : o + 1] * q[here]

@@ -62,6 +62,26 @@ NormPool: Any = _structure(
 )  # fmt: skip
 
 
+class Field(Structure):
+    """A map in global memory and its size: `Field` of `kernels/local.cu`."""
+
+    _fields_ = (
+        ("data", c_void_p), ("batch", c_longlong), ("row", c_int), ("column", c_int),
+        ("height", c_int), ("width", c_int),
+    )  # fmt: skip
+
+
+Local: Any = _structure(
+    "Local",
+    inner=Field, outer=Field, weights=c_void_p, images=c_int, heads=c_int, stride=c_int, padding=c_int,
+)  # fmt: skip
+
+
+def field(tensor: Tensor) -> Field:
+    """A map (batch, x, y, head, channel) whose channels lie side by side."""
+    return Field(tensor.data_ptr(), *tensor.stride()[:3], *tensor.shape[1:3])
+
+
 def line_map(tensor: Tensor, axis: Axis) -> Map:
     """A map (batch, x, y, ...) with its lines along an axis."""
     batch, x, y = tensor.stride()[:3]

@@ -346,5 +346,26 @@ def plan_pool(
     return Launch(kernel, grid, 32 * warps, 0, carveout=0), strip
 
 
+@functools.cache
+def plan_local(entry: str, dtype: torch.dtype, units: int, channels: int, window: int, vector: bool) -> Launch:
+    """Local attention, `kernels/local.cu`; `units` are the pixels and heads of what is written."""
+    warps = 4
+    constants: dict[str, int | str] = {
+        "SCALAR": SCALARS[dtype],
+        "CHANNELS": channels,
+        "WINDOW": window,
+        "VECTOR": vector,
+        "WARPS": warps,
+        "BLOCKS": 1,
+    }
+    threads = 32 * warps
+    scores = entry == "local_scores"
+    accesses = 1 if scores else channels * dtype.itemsize // 16 if vector else channels
+    shared = threads * window**2 * dtype.itemsize if scores else 0
+    # Neighbours are read from the cache: as little shared memory as there must be.
+    kernel = specialise("local.cu", entry, **constants)
+    return Launch(kernel, (-(-units * accesses // threads), 1), threads, shared, carveout=25 if scores else 0)
+
+
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

@@ -1,0 +1,97 @@
+"""The kernels of local attention against its loops in float64: outputs and gradients.
+
+As in `test_kernels`, each test runs the kernels' own source on the host stand-in and, where there is one, on a GPU.
+"""
+
+import pytest
+import torch
+from functional.fused.test_instantiations import MACHINES
+from functional.fused.test_kernels import BF16, FLOAT, HALF, normal, same_bits
+from functional.test_local import CASES
+from helpers import gradients, relative_error
+
+from gsanet.functional import use_backend
+from gsanet.functional.fused.compiler import compile_all, unavailable
+from gsanet.functional.fused.plan import plan_local
+from gsanet.functional.local import local_mix, local_scores, local_spread
+
+TOLERANCES = {FLOAT: 2e-6, BF16: 6e-3, HALF: 1e-3}
+
+
+def leaf(kernels, dtype, *shape, seed):
+    return normal(*shape, dtype=dtype, seed=seed).to(kernels.device).requires_grad_()
+
+
+def check(kernels, operator, first, second, *options):
+    """The operator's output and its gradients."""
+    with kernels.running():
+        out = operator(first, second, *options)
+        found = [out, *gradients(out, (first, second))]
+    assert operator._name.split("::")[-1] in kernels.entries
+    exact = [one.detach().double().cpu().requires_grad_() for one in (first, second)]
+    expected = operator(*exact, *options)  # float64 goes by loops
+    for mine, theirs in zip(found, [expected, *gradients(expected, exact)], strict=True):
+        assert mine.dtype == first.dtype
+        assert relative_error(mine.double().cpu(), theirs) < TOLERANCES[first.dtype]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16, HALF])
+@pytest.mark.parametrize("channels", [8, 13])
+@pytest.mark.parametrize(("inner", "outer", "window", "stride", "padding"), CASES)
+def test_the_operators(kernels, inner, outer, window, stride, padding, channels, dtype):
+    options = (window, stride, padding)
+    q = leaf(kernels, dtype, 2, *inner, 3, channels, seed=1)
+    k = leaf(kernels, dtype, 2, *outer, 3, channels, seed=2)
+    weights = leaf(kernels, dtype, 2, *inner, 3, window**2, seed=3)
+    check(kernels, local_scores, q, k, *options)
+    check(kernels, local_mix, weights, k, *options)
+    check(kernels, local_spread, weights, q, *outer, *options)
+    assert kernels.entries == {"local_scores", "local_mix", "local_spread"}
+
+
+def test_more_pixels_than_a_block_has_threads(kernels):
+    q, k, v = (leaf(kernels, BF16, 2, 9, 8, 4, 16, seed=seed) for seed in range(3))
+    scores, *_ = check(kernels, local_scores, q, k, 5, 1, 2)
+    weights = scores.detach().softmax(-1).requires_grad_()
+    first = check(kernels, local_mix, weights, v, 5, 1, 2)
+    for _ in kernels.other_orders():
+        assert same_bits(first, check(kernels, local_mix, weights, v, 5, 1, 2))
+
+
+def test_parts_of_one_projection(kernels):
+    """As the modules have them: q, k and v beside each other, and gradients with strides of their own."""
+    parts = leaf(kernels, BF16, 2, 6, 5, 3 * 32, seed=4)
+    q, k, v = (part.unflatten(-1, (4, 8)) for part in parts.split(32, dim=-1))
+    with kernels.running():
+        out = local_mix(local_scores(q, k, 3, 1, 1), v, 3, 1, 1).permute(0, 3, 4, 1, 2)
+        (found,) = torch.autograd.grad(out, parts, torch.ones_like(out))
+    exact = parts.detach().double().cpu().requires_grad_()
+    q, k, v = (part.unflatten(-1, (4, 8)) for part in exact.split(32, dim=-1))
+    (expected,) = torch.autograd.grad(local_mix(local_scores(q, k, 3, 1, 1), v, 3, 1, 1).sum(), exact)
+    assert relative_error(found.double().cpu(), expected) < 2e-2
+
+
+def test_what_goes_by_loops(kernels):
+    q, k = (leaf(kernels, FLOAT, 1, 4, 4, 2, 8, seed=seed) for seed in range(2))
+    wide = leaf(kernels, FLOAT, 1, 4, 4, 1, 130, seed=1)
+    with kernels.running():
+        local_scores(q.detach().double(), k.detach().double(), 3, 1, 1)
+        local_scores(wide, wide, 3, 1, 1)
+        local_scores(q[:0], k[:0], 3, 1, 1)
+    with use_backend("torch"):
+        local_scores(q, k, 3, 1, 1)
+    assert not kernels.launched
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.parametrize("architecture", MACHINES)
+def test_the_kernels_of_the_networks_compile(architecture):
+    """Of stand-alone attention and of LR-Net, at the narrowest and the widest."""
+    plans = [
+        plan_local(entry, BF16, 10**6, channels, 7, vector=True)
+        for entry in ("local_scores", "local_mix", "local_spread")
+        for channels in (8, 64)
+    ]
+    for binary in compile_all([plan.kernel for plan in plans], architecture).values():
+        assert binary.spill_stores == 0
