@@ -38,6 +38,13 @@ STEM_STRIDES: dict[str, int] = {
     "attention/4": 4,
     "relation/2+maxpool": 4,
 }
+FIRST_CONVOLUTIONS: dict[str, str] = {
+    "7x7/2+maxpool": "stem.conv1.conv",
+    "7x7/2": "stem.conv",
+    "3x3/1": "stem.conv",
+    "attention/4": "stem.qkv",
+    "relation/2+maxpool": "stem.conv1.0.conv",
+}
 Size = tuple[int, int]
 
 
@@ -257,11 +264,7 @@ def network_cfg(settings: ResNetSettings, differences: dict[str, Any]) -> dict[s
         "interpolation": "bicubic",
         "mean": IMAGENET_DEFAULT_MEAN,
         "std": IMAGENET_DEFAULT_STD,
-        "first_conv": {
-            "7x7/2+maxpool": "stem.conv1.conv",
-            "attention/4": "stem.qkv",
-            "relation/2+maxpool": "stem.conv1.0.conv",
-        }.get(settings.stem, "stem.conv"),
+        "first_conv": FIRST_CONVOLUTIONS[settings.stem],
         "classifier": "head.fc",
         "license": "apache-2.0",
         **differences,
@@ -324,6 +327,9 @@ def entry_point(name: str, settings: Any, module: str, network: type[ByobNet] = 
         kwargs = {option: tuple(value) if isinstance(value, list) else value for option, value in kwargs.items()}
         chosen = {field.name: kwargs[field.name] for field in fields(settings) if field.name in kwargs}
         features = range(replace(settings, **chosen).num_features)
+        if "stem" in chosen:
+            overlay = {"first_conv": FIRST_CONVOLUTIONS[chosen["stem"]], **(kwargs.get("pretrained_cfg_overlay") or {})}
+            kwargs = {**kwargs, "pretrained_cfg_overlay": overlay}
         model = build_model_with_cfg(
             network,
             name,

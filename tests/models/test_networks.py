@@ -9,6 +9,7 @@ import timm
 import torch
 from helpers import losses_on_one_batch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.testing import assert_close
 
 import gsanet
@@ -476,3 +477,13 @@ def test_convolutions_can_start_as_pytorch_does():
             assert other.std().item() == pytest.approx(one.std().item(), rel=0.1)
     with pytest.raises(ValueError, match="conv_init must be he or pytorch, got 'xavier'"):
         create("gsa_resnet26", conv_init="xavier")
+
+
+@pytest.mark.parametrize("stem", ["7x7/2+maxpool", "7x7/2", "3x3/1", "attention/4", "relation/2+maxpool"])
+def test_the_first_convolution_is_that_of_the_stem(stem):
+    """timm adapts its weights to images of other channels."""
+    model = gsanet.create_model("gsa_resnet26", stem=stem, img_size=64)
+    first = model.get_submodule(model.pretrained_cfg["first_conv"])
+    assert isinstance(first, nn.Conv2d)
+    assert first.in_channels == 3
+    assert first is next(module for module in model.modules() if isinstance(module, nn.Conv2d))
