@@ -54,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if unknown := sorted(set(chosen.cases) - set(cases)):
         parser.error(f"unknown case {', '.join(unknown)}: the cases are {', '.join(cases)}")
+    if chosen.processes < 0:
+        parser.error(f"--processes must be 0 or more, got {chosen.processes}")
 
     gpu = chosen.device == "cuda"
     facts = environment(chosen.device) | ({"commit": chosen.commit} if chosen.commit else {})

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 import torchvision
-from timm.layers import ConvNormAct, to_2tuple
+from timm.layers import ConvNormAct
 from timm.models.byobnet import BottleneckBlock, DownsampleAvg, SelfAttnBlock
 from torch import Tensor, fx, nn
 
 from gsanet.functional.convolution import convolution_relu
-from gsanet.functional.fused.norms import max_pool
+from gsanet.functional.fused.norms import is_halving, max_pool
 from gsanet.inference_chains import Chains, has_hooks
-from gsanet.layers.block_convolution import BlockConv2d
+from gsanet.layers.block_convolution import PLAIN, settings_of
 
 __all__ = ["ConvolutionReLU", "InferenceBlock", "InferenceMaxPool2d"]
 
@@ -29,15 +29,7 @@ class ConvolutionReLU(nn.Conv2d):
     """
 
     def __init__(self, convolution: nn.Conv2d):
-        super().__init__(
-            convolution.in_channels,
-            convolution.out_channels,
-            convolution.kernel_size,  # type: ignore[arg-type]
-            convolution.stride,  # type: ignore[arg-type]
-            convolution.padding,  # type: ignore[arg-type]
-            convolution.dilation,  # type: ignore[arg-type]
-            device="meta",  # nothing is stored before it is known
-        )
+        super().__init__(**settings_of(convolution))
         self.weight, self.bias = convolution.weight, convolution.bias
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -51,7 +43,7 @@ def takes_relu(convolution: nn.Module | None) -> TypeGuard[nn.Conv2d]:
     """Whether a convolution, its norm folded, can be a `ConvolutionReLU`."""
     return (
         isinstance(convolution, nn.Conv2d)
-        and type(convolution) in (nn.Conv2d, BlockConv2d)
+        and type(convolution) in PLAIN
         and convolution.groups == 1  # for others cuDNN has slower kernels, or none
         and convolution.padding_mode == "zeros"
         and not isinstance(convolution.padding, str)
@@ -74,9 +66,7 @@ def fuse_pools(chains: Chains) -> None:
     """Replace the max-pools that `InferenceMaxPool2d` is the same as."""
     for pool in chains.modules((nn.MaxPool2d,)):
         assert isinstance(pool, nn.MaxPool2d)
-        settings = [to_2tuple(value) for value in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)]
-        same = settings == [(3, 3), (2, 2), (1, 1), (1, 1)] and not pool.return_indices and not pool.ceil_mode
-        if same and not has_hooks(pool):
+        if is_halving(pool) and not has_hooks(pool):
             chains.replace(pool, InferenceMaxPool2d())
 
 

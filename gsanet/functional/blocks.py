@@ -3,7 +3,7 @@
 The first convolution of a ResNet reads 3 channels. Tensor cores work on 8 and more, so that cuDNN copies the image to 8
 channels, five of them zeros, and multiplies them too. A block of 2 x 2 pixels has 12 channels, 16 with zeros: the 7 x 7
 kernel becomes 4 x 4, and of its 256 products for an output 147 count instead of 147 of 392. Where it runs in 16 bits on
-an NVIDIA GPU this is several times faster, forward and backward (benchmarks/NOTES.md).
+an NVIDIA GPU this is more than twice as fast, forward and backward (benchmarks/NOTES.md).
 """
 
 from collections.abc import Sequence

@@ -7,7 +7,6 @@ autograd know.
 
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from gsanet.functional.blocks import pays, to_blocks
 from gsanet.functional.exporting import is_exporting
+from gsanet.functional.inference_only import refuse_gradients
 
 __all__ = ["convolution_relu"]
 
@@ -134,10 +134,4 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *setting
     return x.new_empty(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
-def _refuse_gradient(ctx: Any, d_out: Tensor) -> None:
-    raise RuntimeError(
-        "gsanet::convolution_relu has no gradient: differentiate the network that fuse_for_inference was given"
-    )
-
-
-fused_convolution_relu.register_autograd(_refuse_gradient)
+refuse_gradients(fused_convolution_relu)

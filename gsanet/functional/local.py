@@ -73,7 +73,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 @torch.library.custom_op("gsanet::local_scores", mutates_args=())
 def local_scores(q: Tensor, k: Tensor, window: int, stride: int = 1, padding: int = 0) -> Tensor:
     """The product of each q with its neighbours' k: (batch, x', y', head, offset)."""
-    if fused.takes(window, q, k):
+    if fused.takes(window, q, k, k.shape[4]):
         return fused.local_scores(q, k, window, stride, padding)
     scores = q.new_zeros(*q.shape[:4], window * window)
     for o, here, there in _offsets(q, k, window, stride, padding):
@@ -84,7 +84,7 @@ def local_scores(q: Tensor, k: Tensor, window: int, stride: int = 1, padding: in
 @torch.library.custom_op("gsanet::local_mix", mutates_args=())
 def local_mix(weights: Tensor, v: Tensor, window: int, stride: int = 1, padding: int = 0) -> Tensor:
     """The sum of the neighbours' v with (batch, x', y', head, offset) weights: (batch, x', y', head, channel)."""
-    if fused.takes(window, weights, v):
+    if fused.takes(window, weights, v, window**2):
         return fused.local_mix(weights, v, window, stride, padding)
     out = v.new_zeros(*weights.shape[:4], v.shape[4], dtype=_sum_dtype(v))
     for o, here, there in _offsets(weights, v, window, stride, padding):
@@ -97,7 +97,7 @@ def local_spread(
     weights: Tensor, q: Tensor, height: int, width: int, window: int, stride: int = 1, padding: int = 0
 ) -> Tensor:
     """Each q given to its neighbours on a map of height x width: the transpose of `local_mix`."""
-    if fused.takes(window, weights, q):
+    if weights.shape[:4] == q.shape[:4] and fused.takes(window, weights, q, window**2):
         return fused.local_spread(weights, q, height, width, window, stride, padding)
     out = q.new_zeros(q.shape[0], height, width, *q.shape[3:], dtype=_sum_dtype(q))
     for o, here, there in _offsets(weights, out, window, stride, padding):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from gsanet.functional.blocks import convolve_blocks, pays
 
-__all__ = ["BlockConv2d"]
+__all__ = ["PLAIN", "BlockConv2d", "settings_of"]
 
 
 class BlockConv2d(nn.Conv2d):
@@ -18,17 +19,7 @@ class BlockConv2d(nn.Conv2d):
     @classmethod
     def take_over(cls, convolution: nn.Conv2d) -> BlockConv2d:
         """The same convolution with the same parameters, not copies of them."""
-        new = cls(
-            convolution.in_channels,
-            convolution.out_channels,
-            convolution.kernel_size,  # type: ignore[arg-type]
-            convolution.stride,  # type: ignore[arg-type]
-            convolution.padding,  # type: ignore[arg-type]
-            convolution.dilation,  # type: ignore[arg-type]
-            convolution.groups,
-            bias=convolution.bias is not None,
-            device="meta",  # nothing is stored before it is known
-        )
+        new = cls(**settings_of(convolution))
         new.weight, new.bias = convolution.weight, convolution.bias
         return new
 
@@ -36,6 +27,17 @@ class BlockConv2d(nn.Conv2d):
         """From (batch, channels, height, width) to the map."""
         assert not isinstance(self.padding, str)
         return convolution(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+# Exactly these convolve, and do nothing else.
+PLAIN = (nn.Conv2d, BlockConv2d)
+
+
+def settings_of(convolution: nn.Conv2d) -> dict[str, Any]:
+    """What makes another convolution of the same settings, without memory: its parameters are to be taken over."""
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
+    settings = {name: getattr(convolution, name) for name in names}
+    return {**settings, "bias": convolution.bias is not None, "device": "meta"}
 
 
 @fx.wrap  # one step for torch.fx, which could not follow the choice inside of it

@@ -20,7 +20,7 @@ from torch import nn
 from gsanet.layers import AxialAttention, GlobalSelfAttention, LocalRelation
 from gsanet.layers.attention import Attention
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
-from gsanet.layers.block_convolution import BlockConv2d
+from gsanet.layers.block_convolution import PLAIN, BlockConv2d
 from gsanet.layers.relative import RelativeTables
 from gsanet.layers.stand_alone_attention import AttentionStem
 from gsanet.models.described import with_shipped
@@ -227,7 +227,7 @@ class GSAResNet(ByobNet):
 def _start_as_pytorch_does(model: nn.Module) -> None:
     """Initialise the convolutions anew; those inside an attention module are that module's own affair."""
     for module in model.children():
-        if isinstance(module, nn.Conv2d) and type(module) in (nn.Conv2d, BlockConv2d):
+        if isinstance(module, nn.Conv2d) and type(module) in PLAIN:
             module.reset_parameters()
         elif not isinstance(module, Attention):
             _start_as_pytorch_does(module)

@@ -6,7 +6,8 @@ from timm.layers import BatchNormAct2d, ConvNormAct
 from timm.models.byobnet import Stem
 from torch import Tensor, nn
 
-from gsanet.functional.fused.norms import norm_relu_max_pool, takes
+from gsanet.functional.fused.norms import is_halving, norm_relu_max_pool, takes
+from gsanet.inference_chains import has_hooks
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 
 __all__ = ["PooledStem"]
@@ -49,13 +50,12 @@ class PooledStem(Stem):
             type(norm.act) is nn.ReLU
             and type(norm.drop) is nn.Identity
             and type(pool) is nn.MaxPool2d
-            and (pool.kernel_size, pool.stride, pool.padding, pool.dilation) == (3, 2, 1, 1)
-            and not (pool.return_indices or pool.ceil_mode)
+            and is_halving(pool)
             and not any(_is_watched(module) for module in (block, norm, norm.act, norm.drop, pool))
         )
 
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether someone looks at a module, forward or backward, or has put another `forward` in its place."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or "forward" in vars(module)
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return has_hooks(module) or bool(backward) or "forward" in vars(module)

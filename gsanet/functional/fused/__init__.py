@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gsanet.functional.backends import Axis, Backend, Norm, Operation
-from gsanet.functional.fused import ops
-from gsanet.functional.fused.compiler import unavailable
-from gsanet.functional.fused.norms import centre_of, update_running_statistics
+from gsanet.functional.fused import available, ops
+from gsanet.functional.fused.norms import centre_of, in_float32, update_running_statistics
 from gsanet.functional.fused.plan import LONGEST, SCALARS, WIDTHS
 from gsanet.functional.lean import fit_table
 
@@ -52,7 +51,7 @@ def attention_map(
     for tensor in (norm.weight, norm.running_mean):
         if tensor is not None and tensor.device != x.device:
             raise TypeError(f"the norm must be on the input's device, {x.device}, but it is on {tensor.device}")
-    norm_weight, norm_bias = (None if tensor is None else tensor.float() for tensor in (norm.weight, norm.bias))
+    norm_weight, norm_bias = in_float32(norm)
     from_batch = norm.training or norm.running_mean is None
     applied = None if from_batch else _applied(norm, norm_weight, norm_bias)
     out, _, used, *_ = ops.attention_map(
@@ -80,7 +79,7 @@ def refuses(operation: Operation, *tensors: Tensor, **settings: object) -> str |
     first = tensors[0]
     if first.device.type != "cuda":
         return f"it runs on NVIDIA GPUs, not on {first.device.type}"
-    if (reason := _unavailable(first.device.index or 0)) is not None:
+    if (reason := available.reason_against(first.device.index or 0)) is not None:
         return reason
     if first.dtype not in SCALARS:
         return f"its kernels take {', '.join(map(str, SCALARS))}, not {first.dtype}"
@@ -159,11 +158,6 @@ def _refuses_inference(
         if not ops.fits(x, shape, axis, backward=False, pool=axis == "row" and stride == 2):
             return f"a line of a map of {height} x {width} pixels with heads this wide does not fit into shared memory"
     return None
-
-
-@torch.compiler.assume_constant_result
-def _unavailable(index: int) -> str | None:
-    return unavailable(torch.device("cuda", index))
 
 
 BACKEND = Backend("fused", content_attention, positional_attention, refuses, attention_map)

@@ -2,13 +2,10 @@
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from gsanet.functional.backends import may_use
-from gsanet.functional.fused import arguments, calls
-from gsanet.functional.fused.compiler import unavailable
-from gsanet.functional.fused.plan import SCALARS, plan_local
+from gsanet.functional.fused import arguments, available, calls
+from gsanet.functional.fused.plan import plan_local
 
 WIDEST = 128  # channels of a head, of which a thread keeps all queries
 LARGEST = 15  # pixels of a window's side
@@ -16,18 +13,20 @@ LARGEST = 15  # pixels of a window's side
 Entry = Literal["local_scores", "local_mix", "local_spread"]
 
 
-def takes(window: int, *tensors: Tensor) -> bool:
-    """Whether the kernels take these: of one dtype that they know, on a GPU that they run on."""
-    first = tensors[0]
-    alike = all(one.dtype == first.dtype and one.shape[3] == first.shape[3] and one.numel() for one in tensors)
-    return (
-        _runs_on_device(first)
-        and first.dtype in SCALARS
-        and alike
-        and window <= LARGEST
-        and tensors[-1].shape[4] <= WIDEST
-        and may_use("fused")
-    )
+def takes(window: int, first: Tensor, second: Tensor, channels: int) -> bool:
+    """Whether the kernels take two maps: on a GPU that they run on, of one kind. All else, mistakes too, is for loops.
+
+    Args:
+        window: Pixels of its side.
+        first: Queries, or weights.
+        second: What they are multiplied with.
+        channels: What the first map should have.
+    """
+    alike = (first.dtype, first.device, first.shape[0], first.shape[3], first.shape[4]) == (
+        second.dtype, second.device, second.shape[0], second.shape[3], channels,
+    )  # fmt: skip
+    fits = window <= LARGEST and second.shape[4] <= WIDEST
+    return available.take(first) and alike and fits and bool(first.numel() and second.numel())
 
 
 def local_scores(q: Tensor, k: Tensor, window: int, stride: int, padding: int) -> Tensor:
@@ -66,7 +65,3 @@ def _run(entry: Entry, inner: Tensor, outer: Tensor, weights: Tensor, window: in
         padding=padding,
     )
     calls.launch(plan, values, inner.device)
-
-
-def _runs_on_device(x: Tensor) -> bool:
-    return x.is_cuda and unavailable(torch.device("cuda", x.device.index or 0)) is None

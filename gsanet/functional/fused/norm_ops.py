@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gsanet.functional.fused import calls
+from gsanet.functional.inference_only import refuse_gradients
 
 
 @torch.library.custom_op("gsanet::channel_statistics", mutates_args=())
@@ -136,11 +137,7 @@ def _(x: Tensor) -> Tensor:
     return _fake_pooled(x)
 
 
-def _refuse_gradient(ctx: Any, d_out: Tensor) -> None:
-    raise RuntimeError("gsanet::max_pool has no gradient: differentiate the network that fuse_for_inference was given")
-
-
-max_pool.register_autograd(_refuse_gradient)
+refuse_gradients(max_pool)
 
 
 def _statistics(x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:

@@ -2,13 +2,11 @@
 
 import torch
 import torch.nn.functional as F
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from gsanet.functional.backends import may_use
 from gsanet.functional.exporting import is_exporting
-from gsanet.functional.fused import norm_ops
-from gsanet.functional.fused.compiler import unavailable
-from gsanet.functional.fused.plan import SCALARS
+from gsanet.functional.fused import available, norm_ops
 
 
 def takes(x: Tensor, norm: nn.BatchNorm2d) -> bool:
@@ -31,7 +29,7 @@ def batch_norm(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     # Before the statistics: of what comes behind another operator torch.compile would rather keep a result, in float32,
     # than work it out again in the backward pass.
     wide = x.float()
-    applied = norm_ops.channel_statistics(x, centre_of(norm, x), *_in_float32(norm), norm.eps)
+    applied = norm_ops.channel_statistics(x, centre_of(norm, x), *in_float32(norm), norm.eps)
     _keep(norm, applied, x)
     # One by one: the gradients of slices and of `unbind` would be stored before they are used.
     scale, shift, mean = (applied[row].view(1, -1, 1, 1) for row in range(3))
@@ -45,10 +43,16 @@ def norm_relu_max_pool(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
 
     The same as the three layers one after the other, but that the maximum is found before anything is rounded.
     """
-    weight, bias = _in_float32(norm)
+    weight, bias = in_float32(norm)
     out, _, _, applied = norm_ops.norm_relu_max_pool(x, centre_of(norm, x), weight, bias, norm.eps)
     _keep(norm, applied, x)
     return out
+
+
+def is_halving(pool: nn.MaxPool2d) -> bool:
+    """Whether a layer is the max pooling of this module, 3 x 3 pixels with a stride of 2 and a padding of 1."""
+    settings = [to_2tuple(value) for value in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)]
+    return settings == [(3, 3), (2, 2), (1, 1), (1, 1)] and not (pool.return_indices or pool.ceil_mode)
 
 
 def max_pool(x: Tensor) -> Tensor:
@@ -80,7 +84,8 @@ def update_running_statistics(norm: nn.BatchNorm2d, mean: Tensor, variance: Tens
     norm.running_var.lerp_((variance * (count / (count - 1))).to(norm.running_var.dtype), share)
 
 
-def _in_float32(norm: nn.BatchNorm2d) -> tuple[Tensor | None, Tensor | None]:
+def in_float32(norm: nn.BatchNorm2d) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias of a norm."""
     weight, bias = (None if tensor is None else tensor.float() for tensor in (norm.weight, norm.bias))
     return weight, bias
 
@@ -98,13 +103,4 @@ def _takes_map(x: Tensor) -> bool:
     # The operators would copy a map that is not channels-last, which takes longer than they save.
     if not x.is_contiguous(memory_format=torch.channels_last):
         return False
-    return _runs_on_device(x) and x.dtype in SCALARS and may_use("fused")
-
-
-def _runs_on_device(x: Tensor) -> bool:
-    return x.is_cuda and _is_available(x.device.index or 0)
-
-
-@torch.compiler.assume_constant_result
-def _is_available(index: int) -> bool:
-    return unavailable(torch.device("cuda", index)) is None
+    return available.take(x)

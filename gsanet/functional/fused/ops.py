@@ -17,6 +17,7 @@ from gsanet.functional.backends import Axis
 from gsanet.functional.fused import calls
 from gsanet.functional.fused.beside import start_beside
 from gsanet.functional.fused.plan import Shape, plan_line
+from gsanet.functional.inference_only import refuse_gradients
 
 # A module of fewer channels projects q, k and v again in the backward pass: three maps less in memory, for a product
 # whose time is that of reading and writing these maps. With more channels it takes longer, and they are kept.
@@ -510,13 +511,7 @@ def _compile_inference_ahead(
     )
 
 
-def _refuse_gradient(ctx: Any, d_out: Tensor) -> None:
-    raise RuntimeError(
-        "gsanet::attention_map_inference has no gradient: differentiate the network that fuse_for_inference was given"
-    )
-
-
-attention_map_inference.register_autograd(_refuse_gradient)
+refuse_gradients(attention_map_inference)
 
 
 def _pixels(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from functional.fused import host
 
 from gsanet.functional import fused, use_backend
 from gsanet.functional.backends import BACKENDS
-from gsanet.functional.fused import calls, local, norms
+from gsanet.functional.fused import available, calls
 from gsanet.functional.fused.compiler import unavailable
 from gsanet.functional.fused.plan import Launch, Machine
 
@@ -140,7 +140,6 @@ def _host(monkeypatch) -> Kernels:
 
 def _accept_cpu_tensors(monkeypatch, kernels: Kernels) -> None:
     monkeypatch.setattr(calls, "machine", lambda device: kernels.machine)
-    monkeypatch.setattr(fused, "_unavailable", lambda index: None)
-    monkeypatch.setattr(norms, "_runs_on_device", lambda x: True)
-    monkeypatch.setattr(local, "_runs_on_device", lambda x: True)
+    monkeypatch.setattr(available, "reason_against", lambda index: None)
+    monkeypatch.setattr(available, "runs_on_device", lambda x: True)
     monkeypatch.setitem(BACKENDS, "fused", replace(fused.BACKEND, refuses=_refuses))

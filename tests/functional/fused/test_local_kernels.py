@@ -84,6 +84,21 @@ def test_what_goes_by_loops(kernels):
     assert not kernels.launched
 
 
+def test_what_does_not_fit_together_is_refused(kernels):
+    """As without the kernels, which would read what is not there."""
+    q, weights = leaf(kernels, FLOAT, 1, 4, 4, 2, 8, seed=1), leaf(kernels, FLOAT, 1, 4, 4, 2, 9, seed=2)
+    for wrong in (
+        lambda: local_scores(q, leaf(kernels, FLOAT, 1, 4, 4, 2, 16, seed=3), 3, 1, 1),
+        lambda: local_mix(weights, leaf(kernels, FLOAT, 2, 4, 4, 2, 8, seed=3), 3, 1, 1),
+        lambda: local_mix(weights, leaf(kernels, FLOAT, 1, 4, 4, 3, 8, seed=3), 3, 1, 1),
+    ):
+        with kernels.running(), pytest.raises(RuntimeError, match="match"):
+            wrong()
+    with kernels.running():
+        local_spread(weights, leaf(kernels, FLOAT, 1, 5, 4, 2, 8, seed=3), 4, 4, 3, 1, 1)  # a row too many: not used
+    assert not kernels.launched
+
+
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 @pytest.mark.parametrize("architecture", MACHINES)
 def test_the_kernels_of_the_networks_compile(architecture):
