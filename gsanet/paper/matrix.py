@@ -66,11 +66,19 @@ class Experiment:
         )
 
     @property
+    def held_out(self) -> int:
+        """How many of the training images it is evaluated on."""
+        return round(self.recipe.data_settings.holdout * self.train_images)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch."""
+        return (self.train_images - self.held_out) // self.recipe.batch_size
+
+    @property
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
-        held_out = round(self.recipe.data_settings.holdout * self.train_images)
-        per_epoch = (self.train_images - held_out) // self.recipe.batch_size
-        return self.recipe.steps or (self.recipe.epochs or 0) * per_epoch
+        return self.recipe.steps or (self.recipe.epochs or 0) * self.steps_per_epoch
 
     @cached_property
     def flops(self) -> int:

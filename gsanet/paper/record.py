@@ -21,7 +21,7 @@ from gsanet.train.report import read_metrics
 from gsanet.train.run_directory import CLASSES, ENVIRONMENT, read_run
 from gsanet.train.state import Progress
 
-MEMORY = "memory.json"
+MEMORY, SPEEDS = "memory.json", "speeds.json"
 # What a machine decides, and no result depends on.
 PLACES = ("weights", "compile", "cuda_graphs", "checkpoint_minutes", "checkpoint_steps", "timeout_minutes")
 DATA_PLACES = ("path", "workers", "in_memory")
@@ -57,7 +57,7 @@ def record_run(
     if progress.step < total or not total:
         raise ValueError(f"{out} is at step {progress.step} of {total}: a run has results when it is finished")
     epochs, last = read_metrics(out, "epoch"), progress.evaluation
-    speeds = [row["images_per_second"] for row in read_metrics(out, "train") or epochs]
+    speeds = read_speeds(out) or [row["images_per_second"] for row in read_metrics(out, "train") or epochs]
     session = json.loads((out / ENVIRONMENT).read_text())[-1]
     model = make_model(recipe, len(json.loads((out / CLASSES).read_text())))
     dataset, holdout = dataset or data_name(recipe.data_path), recipe.data_settings.holdout
@@ -114,6 +114,12 @@ def read_memory(out: Path) -> int | None:
     """The most bytes that a run has held on the GPU, where that is known."""
     file = out / MEMORY
     return json.loads(file.read_text()) if file.exists() else None
+
+
+def read_speeds(out: Path) -> list[float]:
+    """The images a second of the stretches in which a run had the device to itself, where there were any."""
+    file = out / SPEEDS
+    return json.loads(file.read_text()) if file.exists() else []
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,7 @@
 is `gsanet paper run`, for machines that have no terminal libraries. Each run has a directory in the work folder, from
 which it goes on where it was cut. A finished one leaves `results/runs/NAME.json`, and is not made again; its weights
 stay in the work folder as `weights/NAME.safetensors`, for the runs that start from them. Several processes with one
-work folder share the runs.
+work folder share the runs, and the GPU; each run's speed is measured while the others wait.
 """
 
 import argparse
@@ -26,8 +26,9 @@ import yaml
 
 from gsanet.pack import pack
 from gsanet.paper.matrix import Experiment, choose, matrix
-from gsanet.paper.record import MEMORY, portable_settings, read_memory, record_run
+from gsanet.paper.record import MEMORY, SPEEDS, portable_settings, read_memory, read_speeds, record_run
 from gsanet.paper.results import Run, read_results
+from gsanet.paper.turns import Turns
 from gsanet.provenance import package_commit
 from gsanet.train import checkpoint
 from gsanet.train.checkpoint import replace_file
@@ -40,6 +41,7 @@ from gsanet.train.state import DivergedError
 
 WORK, RESULTS = Path("runs/paper"), Path("results")
 LEAST = 30  # seconds; with less left, no run is begun
+TIMED = 40  # steps, each time that a run's speed is measured
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def run_experiments(
         say: Called with a line about each run.
 
     Returns:
-        The exit code: 0, also when the time was up; 1 if a run diverged; 128 and more if a signal came.
+        The exit code: 0, also when the time was up; 1 if a run diverged or memory ran out; 128 and more for a signal.
     """
     deadline = None if stop_after is None else time.monotonic() + stop_after
     failed = 0
@@ -130,7 +132,7 @@ def run_experiments(
             say(f"{name}: {experiment.network}, from step {place.steps_done(experiment):,} of {experiment.steps:,}")
             try:
                 result = _train(experiment, place, left, compile, graphs)
-            except DivergedError as error:
+            except (DivergedError, torch.OutOfMemoryError) as error:
                 say(f"{name}: {error}")
                 failed = 1
                 continue
@@ -225,8 +227,14 @@ def _train(experiment: Experiment, place: Place, stop_after: float | None, compi
     if compile:
         torch._dynamo.reset()
         torch._dynamo.config.suppress_errors = True
+
+    def keep_speed(seconds: float) -> None:
+        speed = timed_steps(experiment)[1] * recipe.batch_size / seconds
+        replace_file(out / SPEEDS, json.dumps([*read_speeds(out), speed]).encode())
+
     try:
-        return train(recipe, out, resume=resume, stop_after=stop_after)
+        with Turns(place.work, *timed_steps(experiment), keep_speed) as turns:
+            return train(recipe, out, resume=resume, stop_after=stop_after, before_step=turns)
     finally:
         if torch.cuda.is_available() and out.is_dir():
             replace_file(
@@ -235,14 +243,24 @@ def _train(experiment: Experiment, place: Place, stop_after: float | None, compi
         gc.collect()  # so that the next network finds the memory free
 
 
+def timed_steps(experiment: Experiment) -> tuple[list[int], int]:
+    """Where a run's speed is measured, and over how many steps: three times, away from the ends of epochs.
+
+    An epoch may end with an evaluation, which is not what is measured.
+    """
+    per_epoch = min(experiment.steps_per_epoch, experiment.steps)
+    epochs = experiment.steps // per_epoch
+    return [epochs * part // 6 * per_epoch + per_epoch // 4 for part in (1, 3, 5)], min(TIMED, per_epoch // 2)
+
+
 def _record(experiment: Experiment, place: Place, result: Result, commit: str) -> Run:
     """Write a finished run's results and weights."""
-    out, name, recipe = result.out, experiment.name, experiment.recipe
-    held_out = round(recipe.data_settings.holdout * experiment.train_images)
-    if result.progress.train_images != experiment.train_images - held_out:
+    out, name = result.out, experiment.name
+    whole = experiment.train_images - experiment.held_out
+    if result.progress.train_images != whole:
         raise ValueError(
-            f"{out} was trained on {result.progress.train_images:,} images, where {experiment.dataset} has "
-            f"{experiment.train_images - held_out:,}: give the whole data set, --data {experiment.dataset}=PATH"
+            f"{out} was trained on {result.progress.train_images:,} images, where {experiment.dataset} has {whole:,}: "
+            f"give the whole data set, --data {experiment.dataset}=PATH"
         )
     place.weights(name).parent.mkdir(parents=True, exist_ok=True)
     pack(out, place.weights(name))

@@ -9,7 +9,7 @@ momentum and the number of steps are all that it takes to go on exactly where a 
 import math
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -54,7 +54,13 @@ class Result:
     stopped_by: int | None = None
 
 
-def train(recipe: Recipe, out: str | Path, resume: bool = False, stop_after: float | None = None) -> Result:
+def train(
+    recipe: Recipe,
+    out: str | Path,
+    resume: bool = False,
+    stop_after: float | None = None,
+    before_step: Callable[[int], None] | None = None,
+) -> Result:
     """Train as the recipe says.
 
     Args:
@@ -62,6 +68,7 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False, stop_after: flo
         out: The run directory, seen by all processes. Without `resume`, it must not hold a run.
         resume: Go on from the last checkpoint of `out`, or from the start if there is none yet.
         stop_after: Save and stop after so many seconds, as if a signal had come.
+        before_step: Called before each step, in each process, with the number of those that are done.
     """
     deadline = None if stop_after is None else time.monotonic() + stop_after
     out = Path(out)
@@ -132,6 +139,8 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False, stop_after: flo
             set_training(model, recipe.freeze_bn)
             batches = data.train.batches(epoch, steps_done * micro_steps)
             while progress.step < epoch_end and not stop:
+                if before_step is not None:
+                    before_step(progress.step)
                 lr = learning_rate(recipe, progress.step, steps_per_epoch, total_steps)
                 seed_all(recipe.seed, progress.step, accelerator.process_index)
                 loss = train_step(network, state.optimizer, lr, batches, micro_steps, recipe, accelerator, mix, graph)
