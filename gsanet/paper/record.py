@@ -89,7 +89,7 @@ def record_run(
     )
     content = {key: value for key, value in asdict(found).items() if value not in (None, "", [], {})}
     file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, (json.dumps({"kind": "run", **content}, indent=1) + "\n").encode())
+    replace_file(file, (json.dumps({"kind": "run", **content}, indent=1, allow_nan=False) + "\n").encode())
     return found
 
 
