@@ -26,8 +26,9 @@ import yaml
 
 from gsanet.pack import pack
 from gsanet.paper.matrix import Experiment, choose, matrix
-from gsanet.paper.record import MEMORY, SPEEDS, portable_settings, read_memory, read_speeds, record_run
+from gsanet.paper.record import MEMORY, SPEEDS, read_memory, read_speeds, record_run
 from gsanet.paper.results import Run, read_results
+from gsanet.paper.settings import portable_settings
 from gsanet.paper.turns import Turns
 from gsanet.provenance import package_commit
 from gsanet.train import checkpoint
