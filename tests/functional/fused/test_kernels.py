@@ -428,6 +428,44 @@ def test_kinds_of_batch_norm(kernels, training, options):
     assert "norm_gradient" in kernels.entries
 
 
+def as_it_may_be_left():
+    """Batch norms whose settings and buffers are no longer those that they were made with."""
+    for tracks, missing, momentum, training in itertools.product(
+        (True, False),
+        ((), ("running_mean", "running_var"), ("num_batches_tracked",)),
+        (0.3, None),
+        (True, False),
+    ):
+        norm = nn.BatchNorm2d(16, momentum=momentum)
+        nn.init.normal_(norm.running_mean)
+        nn.init.uniform_(norm.running_var, 0.5, 2.0)
+        norm.num_batches_tracked.fill_(2)
+        norm.track_running_stats = tracks
+        for name in missing:
+            setattr(norm, name, None)
+        words = f"training {training}, track_running_stats {tracks}, momentum {momentum}, without {missing}"
+        yield words, norm.train(training)
+
+
+def test_running_statistics_are_kept_as_batch_norms_keep_them(kernels):
+    module = make_module(FLOAT, 16, (4, 3), num_heads=1).to(kernels.device)
+    for words, norm in as_it_may_be_left():
+        module.norm = norm.to(kernels.device)
+        exact = copy.deepcopy(module).double()
+        for seed in range(2):
+            x = 1 + normal(2, 16, 4, 3, dtype=FLOAT, seed=seed).to(kernels.device, memory_format=torch.channels_last)
+            with kernels.running(), torch.no_grad():
+                out = module(x)
+            with use_backend("reference"), torch.no_grad():
+                check_close(f"output, {words}", out, exact(x.double()), FLOAT)
+        expected = dict(exact.norm.named_buffers())
+        found = dict(norm.named_buffers())
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            check_close(f"{name}, {words}", value, expected[name], FLOAT)
+    assert "norm_statistics" in kernels.entries
+
+
 def test_statistics_far_from_zero(kernels):
     """Values whose mean is many times their spread: the sums are taken about the running mean."""
     module = make_module(FLOAT, 64, (8, 6), content=False)
