@@ -70,24 +70,34 @@ def centre_of(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def keep_statistics(norm: nn.BatchNorm2d, applied: Tensor, x: Tensor) -> None:
-    """Bring a norm's running statistics up to date, where `norm(x)` would.
+def count_batch(norm: nn.BatchNorm2d) -> Tensor | float | None:
+    """Count one more batch where `norm(x)` would: in training, with `track_running_stats` as it is now.
 
-    That is in training, with `track_running_stats` as it is now, and of those buffers that there are: each of the three
-    may be None, whatever the norm was made with.
+    Returns:
+        The share that the batch gets in the running statistics; None where these stay as they are.
+    """
+    if not (norm.training and norm.track_running_stats):
+        return None
+    share: Tensor | float = norm.momentum or 0.0
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if norm.momentum is None:
+            share = 1.0 / norm.num_batches_tracked.float()
+    return share
+
+
+@torch.no_grad()
+def keep_statistics(norm: nn.BatchNorm2d, applied: Tensor, x: Tensor) -> None:
+    """Bring a norm's running statistics up to date, where `norm(x)` would; it need not have any.
 
     Args:
         norm: The norm.
         applied: Scale, shift, mean, 1 / standard deviation and variance of the batch, (5, channels).
         x: What these are of, (batch, channels, height, width), or another map with as many pixels.
     """
-    if not (norm.training and norm.track_running_stats):
+    share = count_batch(norm)
+    if share is None:
         return
-    share: Tensor | float = norm.momentum or 0.0
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-        if norm.momentum is None:
-            share = 1.0 / norm.num_batches_tracked.float()
     count = x.shape[0] * x.shape[2] * x.shape[3]
     mean, variance = applied[2], applied[4] * (count / (count - 1))
     for running, value in ((norm.running_mean, mean), (norm.running_var, variance)):

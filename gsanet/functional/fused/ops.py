@@ -385,7 +385,7 @@ def _compile_ahead(
         size: Of the map.
         rows: Of the weight.
         settings: Of the module.
-        more: `run` says what of.
+        more: The last argument of `run`.
     """
     if device.type == "cuda":
         tensors, norm = _module_on_meta(dtype, size, rows, *settings[:3])

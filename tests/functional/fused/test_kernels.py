@@ -17,7 +17,7 @@ import random
 
 import pytest
 import torch
-from helpers import relative_error
+from helpers import batch_norms, relative_error
 from torch import nn
 
 import gsanet
@@ -428,28 +428,9 @@ def test_kinds_of_batch_norm(kernels, training, options):
     assert "norm_gradient" in kernels.entries
 
 
-def as_it_may_be_left():
-    """Batch norms whose settings and buffers are no longer those that they were made with."""
-    for tracks, missing, momentum, training in itertools.product(
-        (True, False),
-        ((), ("running_mean", "running_var"), ("num_batches_tracked",)),
-        (0.3, None),
-        (True, False),
-    ):
-        norm = nn.BatchNorm2d(16, momentum=momentum)
-        nn.init.normal_(norm.running_mean)
-        nn.init.uniform_(norm.running_var, 0.5, 2.0)
-        norm.num_batches_tracked.fill_(2)
-        norm.track_running_stats = tracks
-        for name in missing:
-            setattr(norm, name, None)
-        words = f"training {training}, track_running_stats {tracks}, momentum {momentum}, without {missing}"
-        yield words, norm.train(training)
-
-
 def test_running_statistics_are_kept_as_batch_norms_keep_them(kernels):
     module = make_module(FLOAT, 16, (4, 3), num_heads=1).to(kernels.device)
-    for words, norm in as_it_may_be_left():
+    for words, norm in batch_norms(16):
         module.norm = norm.to(kernels.device)
         exact = copy.deepcopy(module).double()
         for seed in range(2):

@@ -15,13 +15,12 @@ from functional.fused.test_kernels import (
     BF16,
     FLOAT,
     HALF,
-    as_it_may_be_left,
     check_close,
     counting_compilations,
     normal,
     same_bits,
 )
-from helpers import relative_error
+from helpers import batch_norms, relative_error
 from timm.layers import BatchNormAct2d, convert_sync_batchnorm
 from timm.models import create_feature_extractor
 from torch import nn
@@ -299,7 +298,7 @@ def test_norm_and_pool_keep_running_statistics(kernels, options):
 
 
 def test_norm_and_pool_keep_statistics_as_batch_norms_do(kernels):
-    for words, norm in as_it_may_be_left():
+    for words, norm in batch_norms(16):
         norm.to(kernels.device)
         exact = copy.deepcopy(norm).double()
         x = 1 + feature_map(kernels, FLOAT, 2, 16, 7, 6)
