@@ -38,6 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import gsanet
 from gsanet.bench import DTYPES, environment
+from gsanet.devices import check_device
 from gsanet.functional.fused.compiler import KERNELS
 from gsanet.models.registry import as_typed
 from gsanet.suggest import suggest
@@ -95,7 +96,8 @@ class Profile:
         found: dict[str, list[float]] = defaultdict(list)
         for kernel in self.kernels:
             found[key(kernel)].append(kernel.microseconds / 1e3)
-        return dict(sorted(((name, (len(times), sum(times))) for name, times in found.items()), key=lambda e: -e[1][1]))
+        longest_first = sorted(found.items(), key=lambda item: sum(item[1]), reverse=True)
+        return {name: (len(times), sum(times)) for name, times in longest_first}
 
     def as_json(self) -> dict[str, Any]:
         """All of it, times in the units of their names."""
@@ -143,10 +145,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         wanted = [(chosen.network, parse_options(chosen.set))]
         wanted += [(chosen.against, {})] if chosen.against else []
-        for name, _ in wanted:
-            check_network(name)
-    except ValueError as error:
+        check_device(chosen.device)
+        for name, options in wanted:
+            check_network(name, chosen.img_size, options)
+    except (TypeError, ValueError) as error:
         parser.error(str(error))
+    if chosen.json and not chosen.json.parent.is_dir():
+        parser.error(f"there is no folder {chosen.json.parent} to write {chosen.json.name} into")
     # As run.py has it.
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
@@ -188,11 +193,13 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def check_network(name: str) -> None:
-    """Refuse a name that neither this package nor torchvision knows."""
+def check_network(name: str, img_size: int, options: Mapping[str, Any]) -> None:
+    """Refuse a name that neither this package nor torchvision knows, and options that the network does not take."""
     names = [*gsanet.list_models(), *torchvision.models.list_models(module=torchvision.models)]
     if name not in names:
         raise ValueError(f"unknown network {name!r}: {suggest(name, names)}")
+    with torch.device("meta"):
+        create(name, img_size, options)
 
 
 def create(name: str, img_size: int, options: Mapping[str, Any]) -> nn.Module:
@@ -215,7 +222,7 @@ def profile_network(
         say: Called with what is being done, as it may take minutes.
     """
     typed = as_typed(name, options)
-    with _profiler(setting):  # once before anything is captured: it would not see into CUDA graphs
+    with _profiler(setting):  # once before a CUDA graph is captured, as torch.profiler itself does for them
         pass
     say(f"{typed}: {'compiling, ' if setting.compiled else ''}first steps")
     modes = training_modes(partial(create, name, setting.img_size, options), setting, setting.batch, setting.img_size)

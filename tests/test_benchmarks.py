@@ -426,6 +426,9 @@ def test_profile_of_a_step(tmp_path, capsys):
         (["gsa_resnet5"], "unknown network 'gsa_resnet5': did you mean"),
         (["gsa_resnet50", "--batch", "0"], "--batch must be 1 or more, got 0"),
         (["gsa_resnet50", "--set", "groups"], "--set takes key=value"),
+        (["gsa_resnet50", "--set", "grups=3,4"], "unknown option 'grups' of a network: did you mean 'groups'"),
+        (["gsa_resnet50", "--set", "groups=3,5"], "groups must be among 1 to 4"),
+        (["gsa_resnet50", "--json", "nowhere/profile.json"], "there is no folder nowhere"),
         (["gsa_resnet50", "--device", "cpu", "--graphs"], "--graphs needs a GPU"),
     ],
 )
