@@ -17,7 +17,7 @@ import random
 
 import pytest
 import torch
-from helpers import relative_error
+from helpers import batch_norms, relative_error
 from torch import nn
 
 import gsanet
@@ -426,6 +426,25 @@ def test_kinds_of_batch_norm(kernels, training, options):
     module = make_module(FLOAT, 64, (8, 6), norm_layer=lambda dim, **factory: nn.BatchNorm2d(dim, **factory, **options))
     check_module(kernels, module.train(training), FLOAT, 2, (8, 6))
     assert "norm_gradient" in kernels.entries
+
+
+def test_running_statistics_are_kept_as_batch_norms_keep_them(kernels):
+    module = make_module(FLOAT, 16, (4, 3), num_heads=1).to(kernels.device)
+    for words, norm in batch_norms(16):
+        module.norm = norm.to(kernels.device)
+        exact = copy.deepcopy(module).double()
+        for seed in range(2):
+            x = 1 + normal(2, 16, 4, 3, dtype=FLOAT, seed=seed).to(kernels.device, memory_format=torch.channels_last)
+            with kernels.running(), torch.no_grad():
+                out = module(x)
+            with use_backend("reference"), torch.no_grad():
+                check_close(f"output, {words}", out, exact(x.double()), FLOAT)
+        expected = dict(exact.norm.named_buffers())
+        found = dict(norm.named_buffers())
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            check_close(f"{name}, {words}", value, expected[name], FLOAT)
+    assert "norm_statistics" in kernels.entries
 
 
 def test_statistics_far_from_zero(kernels):
