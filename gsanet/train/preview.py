@@ -23,7 +23,7 @@ SMALLEST = 96  # pixels; smaller images are shown enlarged
 def draw_preview(recipe: Recipe, out: Path, images: int, epochs: int) -> None:
     """Draw a row for each image: as evaluation would see it, then as each of the first epochs does.
 
-    What is done to whole batches, mixup and CutMix, is not shown.
+    They are made as decoding workers make them; what is done to whole batches, mixup and CutMix, is not shown.
 
     Args:
         recipe: With `data.path` set. Of the data set, only the images that are shown are decoded.
@@ -34,6 +34,8 @@ def draw_preview(recipe: Recipe, out: Path, images: int, epochs: int) -> None:
     for name, value in (("images", images), ("epochs", epochs)):
         if value < 1:
             raise ValueError(f"a preview needs at least one of {name}, got {value}")
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {out.parent} to write {out.name} into")
     plan = Plan(recipe.data_settings, 1, recipe.seed, 0, 1, torch.device("cpu"))
     splits = open_splits(recipe.data_path)
     if plan.settings.holdout:

@@ -82,6 +82,9 @@ def test_preview_shows_what_training_sees(gsanet, tmp_path):
     code, said = gsanet("preview", "--recipe", "quickstart", "--images", 0)
     assert code == 2
     assert "at least one of images, got 0" in said
+    code, said = gsanet("preview", "--recipe", "quickstart", "--out", tmp_path / "nowhere" / "preview.png")
+    assert code == 2
+    assert "there is no folder" in said
 
 
 def test_recipes_are_listed_and_shown(gsanet):

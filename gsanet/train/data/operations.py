@@ -35,9 +35,14 @@ def blend(images: Tensor, values: Tensor, counts: Sequence[int]) -> Tensor:
     without = torch.zeros_like(images)
     _, no_color, no_contrast, no_sharpness = without.split(list(counts))
     no_color.copy_(_grey(color))
-    no_contrast.copy_(_grey(contrast.mean((2, 3), keepdim=True, dtype=torch.float64)))  # exact, in whatever order
+    sums = contrast.sum((2, 3), keepdim=True, dtype=torch.int64)  # of whole numbers: exact, in whatever order
+    no_contrast.copy_(_grey(sums / images[0, 0].numel()))
     no_sharpness.copy_(_blur(sharpness))
-    return torch.lerp(without, images, values[:, 6, None, None, None]).clamp_(0, 255)
+    return torch.lerp(without, images, _strength(values)).clamp_(0, 255)
+
+
+def _strength(values: Tensor) -> Tensor:
+    return values[:, 6, None, None, None]  # n, 1, 1, 1
 
 
 def _grey(images: Tensor) -> Tensor:
@@ -57,12 +62,12 @@ def _blur(images: Tensor) -> Tensor:
 
 def posterize(images: Tensor, values: Tensor, counts: Sequence[int]) -> Tensor:
     """Fewer bits."""
-    return images - images.remainder(values[:, 6, None, None, None])
+    return images - images.remainder(_strength(values))
 
 
 def solarize(images: Tensor, values: Tensor, counts: Sequence[int]) -> Tensor:
     """What is bright is inverted."""
-    return torch.where(images < values[:, 6, None, None, None], images, 255 - images)
+    return torch.where(images < _strength(values), images, 255 - images)
 
 
 def autocontrast(images: Tensor, values: Tensor, counts: Sequence[int]) -> Tensor:

@@ -37,7 +37,7 @@ def draw_operations(samples: Ints, img_size: tuple[int, int], seed: int, epoch: 
 
 
 def choose_operations(operation: Ints, level: Ints, sign: Ints, img_size: tuple[int, int]) -> Operations:
-    """Given operations.
+    """Sort given operations, and work out what the device needs to know of each.
 
     Args:
         operation: Index into `OPERATIONS`, (n,).
