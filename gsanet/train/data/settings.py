@@ -34,8 +34,9 @@ class DataSettings:
         scale: Of `resized_crop`: the least and the largest share of the image's area.
         ratio: Of `resized_crop`: the least and the largest width / height of the box.
         flip: How often `crop` and `resized_crop` mirror the image.
-        policy: What training does to the cropped and mirrored image. `trivial`: one of 14 operations on geometry, colour
-            or contrast, each as likely, of random strength (TrivialAugment, as torchvision's `TrivialAugmentWide`).
+        policy: What training does to the cropped and mirrored image. `trivial`: one of 14 operations on geometry,
+            colour or contrast, each as likely, of random strength (TrivialAugment, as torchvision's
+            `TrivialAugmentWide`).
         erase: How often training fills a box of 2 to 33 % of the area with `mean`, after that (random erasing).
         crop_pct: Evaluation sees the centre of the image, resized to cover `img_size / crop_pct`.
         in_memory: Decode all images once and keep them on the device. By default when they are small (up to 128x128

@@ -31,6 +31,12 @@ def test_boxes_are_as_likely_as_said(probability):
     assert binomtest(int(boxes[:, 2].astype(bool).sum()), COUNT, probability).pvalue > 1e-3
 
 
+def test_boxes_are_the_same_in_every_release():
+    boxes = draw_boxes(0.5, np.arange(4), (32, 32), 7, 1)
+    assert boxes[:, 2].astype(bool).tolist() == [False, False, False, True]
+    assert boxes[3].tolist() == [9, 17, 8, 7]
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_the_box_is_filled_and_nothing_else(device, dtype):
     boxes = draw_boxes(0.7, np.arange(50), (12, 20), 0, 0)

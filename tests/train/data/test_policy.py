@@ -83,6 +83,16 @@ def test_operations_and_strengths_are_as_likely_as_said():
     assert strength.max() == pytest.approx(1.99)
 
 
+def test_draws_are_the_same_in_every_release():
+    """A run that a later release resumes must see the same images."""
+    counts, rows, values = draw_operations(np.arange(6), (32, 32), 7, 1)
+    names = [name for name, count in zip(OPERATIONS, counts, strict=True) for _ in range(count)]
+    drawn = sorted(zip(rows.tolist(), names, strict=True))
+    assert [name for _, name in drawn] == ["rotate", "brightness", "posterize", "autocontrast", "solarize", "rotate"]
+    strengths = dict(zip(rows.tolist(), values[:, 6].tolist(), strict=True))
+    assert [strengths[row] for row in (1, 2, 4)] == pytest.approx([1.627, 16, 93.5])
+
+
 def test_a_sample_is_changed_alone_as_in_any_batch():
     """To the last bit, whatever else the batch holds and in whatever order."""
     size, samples = (24, 20), np.random.default_rng(0).permutation(200)
