@@ -311,6 +311,21 @@ def show_paper_studies(results: ResultsFolder = Path("results"), as_json: AsJson
         console.print(part, highlight=False)
 
 
+@paper.command("best")
+def show_paper_best(results: ResultsFolder = Path("results"), as_json: AsJson = False) -> None:
+    """The best networks on CIFAR-100, whatever the recipe: GSA against a ResNet of its depth, and the paper's."""
+    from gsanet.paper.best import pairs
+    from gsanet.paper.results import read_results
+    from gsanet.paper.show import show_pairs
+
+    rows = pairs(read_results(results))
+    if as_json:
+        print(json.dumps([{**asdict(row), "difference": row.difference} for row in rows], indent=2))
+        return
+    for part in show_pairs(rows):
+        console.print(part, highlight=False)
+
+
 @paper.command("run")
 def run_paper(
     names: Annotated[list[str] | None, typer.Argument(help="Names or patterns, such as 'cifar100-*'.")] = None,

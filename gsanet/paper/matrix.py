@@ -31,6 +31,7 @@ class Experiment:
         dataset: What it is trained on.
         overrides: Values set over the recipe's.
         weights: The name of the run whose weights it starts from, or "".
+        question: What it is made for, if not for the paper's tables.
         train_images: Of the data set.
         classes: Of the data set.
     """
@@ -40,6 +41,7 @@ class Experiment:
     dataset: str
     overrides: dict[str, Any] = field(hash=False)
     weights: str
+    question: str
     train_images: int
     classes: int
 
@@ -56,7 +58,7 @@ class Experiment:
     @property
     def tables(self) -> tuple[int, ...]:
         """The tables of the paper that have a row of its network; of those, only Table 6 prints CIFAR-100."""
-        if self.recipe.data_settings.holdout:  # it is there to choose a recipe
+        if self.recipe.data_settings.holdout or self.question:  # it is there to choose a recipe, or goes past the paper
             return ()
         return tuple(
             number
@@ -107,6 +109,7 @@ def read_matrix(text: str) -> dict[str, Experiment]:
                 dataset=kind["dataset"],
                 overrides={**kind.get("set", {}), "model": run["model"], "seed": seed, **run.get("set", {})},
                 weights=run.get("weights", ""),
+                question=kind.get("question", ""),
                 **content["datasets"][kind["dataset"]],
             )
             (others if seed else first).append(experiment)

@@ -30,6 +30,7 @@ def record_run(
     dataset: str = "",
     command: str = "",
     weights: str = "",
+    question: str = "",
     notes: str = "",
 ) -> Run:
     """Write the results of a finished run, `gsanet.paper.results` says what they are.
@@ -42,6 +43,7 @@ def record_run(
         dataset: What it was trained on. Default: the last part of its data's path.
         command: What made it. Default: `gsanet train`, with all that was set over the recipe.
         weights: The run that it started from.
+        question: What it was made for, if not for the paper's tables.
         notes: For the reader.
     """
     recipe = read_run(out)
@@ -72,6 +74,7 @@ def record_run(
         holdout=holdout,
         length=f"{recipe.epochs} epochs" if recipe.epochs else f"{recipe.steps:,} steps",
         weights=weights,
+        question=question,
         images_per_second=statistics.median(speeds),
         memory=read_memory(out),
         seconds=progress.seconds,

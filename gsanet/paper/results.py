@@ -17,6 +17,7 @@ and, where known:
     evaluated_on        which images, in words
     holdout             the share of the training images that these were, where a recipe was to be chosen: such a run
                         stands for no row of a table
+    question            what it was made for, where it stands for no row of a table although its network is one's
     length, weights     such as `20 epochs`; and the run that it started from
     params, flops       of one image, a multiplication and an addition are two
     images_per_second   of training, the median; where runs share a GPU, of the stretches that each has it to itself
@@ -69,6 +70,7 @@ class Run:
     flops: int | None = None
     evaluated_on: str = ""
     holdout: float = 0.0
+    question: str = ""
     length: str = ""
     weights: str = ""
     images_per_second: float | None = None
@@ -114,7 +116,7 @@ class Results:
         return [
             run
             for run in self.runs
-            if not run.holdout and (row.key in run.rows if run.rows else run.network == row.network)
+            if not (run.holdout or run.question) and (row.key in run.rows if run.rows else run.network == row.network)
         ]
 
     def latencies_of(self, row: PrintedRow) -> list[Latency]:
@@ -162,7 +164,7 @@ def read_results(folder: Path = FOLDER) -> Results:
 _NUMBER = (int, float)
 _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("run", "model", "recipe", "dataset", "command", "commit", "device", "notes"), (str,)),
-    **dict.fromkeys(("evaluated_on", "length", "weights"), (str,)),
+    **dict.fromkeys(("evaluated_on", "question", "length", "weights"), (str,)),
     **dict.fromkeys(("seed", "params", "flops", "memory"), (int,)),
     **dict.fromkeys(("top1", "top5", "holdout", "images_per_second", "seconds"), _NUMBER),
     **dict.fromkeys(("model_kwargs", "versions", "settings"), (dict,)),

@@ -277,6 +277,7 @@ def _record(experiment: Experiment, place: Place, result: Result, commit: str) -
         dataset=experiment.dataset,
         command=f"gsanet paper run {name}",
         weights=experiment.weights,
+        question=experiment.question,
     )
 
 

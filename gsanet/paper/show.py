@@ -9,7 +9,9 @@ from rich.table import Table
 
 from gsanet.bench import BenchRow, BenchSetting
 from gsanet.layers.attention import Combination
+from gsanet.paper.best import Pair, paper_best
 from gsanet.paper.compare import Compared, Difference, Setting
+from gsanet.paper.matrix import matrix
 from gsanet.paper.open_questions import Answer
 from gsanet.paper.printed import CHECK, PrintedTable
 from gsanet.paper.table1 import MARKS, Table1Row
@@ -219,6 +221,30 @@ def show_answers(rows: Sequence[Answer]) -> Iterator[RenderableType]:
         yield f"{NOT_YET} not measured here yet: `gsanet paper run NAME`."
     for dataset, recipe, length in sorted({row.measured.setting for row in rows if row.measured}):
         yield f"Measured on {dataset}, recipe {recipe}{length and ', '}{length}."
+
+
+def show_pairs(rows: Sequence[Pair]) -> Iterator[RenderableType]:
+    """The best networks on CIFAR-100, and the lines below them."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title_justify="left")
+    table.title = "Past the paper: CIFAR-100, GSA against a ResNet of the same depth under the same recipe"
+    table.add_column("", overflow="fold")
+    for heading in ("Top-1", "Top-5", "Runs"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(f"[bold]{row.how}[/]")
+        for name, found in zip(row.names, (row.gsa, row.conv), strict=True):
+            cells = [NOT_YET] * 3
+            if found is not None:
+                cells = [f"{found.top1:.2f}", NOT_YET if found.top5 is None else f"{found.top5:.2f}", str(found.runs)]
+            table.add_row(f"  {matrix()[name].network}\n    [dim]{name}[/]", *cells)
+        if row.difference is not None:
+            table.add_row("  [dim]difference[/]", f"{row.difference:+.2f}")
+    yield table
+    if any(found is None for row in rows for found in (row.gsa, row.conv)):
+        yield f"{NOT_YET} not measured here yet: `gsanet paper run NAME`."
+    yield "The paper's {}, from ImageNet weights at 224x224: {:.1f}.".format(*paper_best())
+    for found in (found for row in rows for found in (row.gsa, row.conv) if found):
+        yield f"{found.network}: recipe {found.training}{found.length and ', '}{found.length}."
 
 
 def _verdict(difference: Difference) -> str:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from gsanet.paper import run_matrix, studies
+from gsanet.paper import best, run_matrix, studies
 from gsanet.paper.matrix import choose, matrix, read_matrix
 from gsanet.paper.printed import printed_table
 from gsanet.paper.results import read_results
@@ -41,15 +41,18 @@ def test_every_row_of_the_tables_has_a_run(number):
 
 
 def test_the_runs_can_be_made():
-    assert len(matrix()) == 53
+    assert len(matrix()) == 57
     assert [name for name in matrix() if name.endswith("seed1")] == [
         f"{name}{depth}-seed1" for depth in (38, 50, 101) for name in ("conv", "gsa")
     ]
     for run in matrix().values():
         assert run.recipe.seed in (0, 1)
-        assert bool(run.weights) == run.name.startswith("cifar100-")
+        assert bool(run.weights) == run.name.startswith(("cifar100-", "best-tuned-"))
         if run.weights:
-            assert matrix()[run.weights].recipe.model == run.recipe.model
+            assert matrix()[run.weights].network == run.network
+        if run.question:
+            assert run.name in sum(best.PAIRS.values(), ())
+            assert not run.tables
     for name in ("conv38", "san-19", "gsa38-norm-qkv", "gsa38-reach-3"):
         assert matrix()[name].flops > 4e8
     gsa38 = matrix()["gsa38"]
