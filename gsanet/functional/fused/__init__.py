@@ -43,8 +43,8 @@ def attention_map(
     """As `gsanet.functional.global_self_attention_map`; the norm is a batch norm, or its scale and shift."""
     if rel_column is None or rel_row is None:
         axis, rel, length = ("row", rel_row, x.shape[3]) if rel_column is None else ("column", rel_column, x.shape[2])
-        assert rel is not None
-        rel = fit_table(rel, length, reach)
+        # Content attention alone has no embeddings; those of zero add nothing to it.
+        rel = x.new_zeros(2 * length - 1, dim_key // num_heads) if rel is None else fit_table(rel, length, reach)
         return axis_ops.attention_map(x, weight, rel, finish, axis, num_heads, dim_key, content, stride)[0]
     rel_column, rel_row = (
         fit_table(rel, length, reach) for rel, length in zip((rel_column, rel_row), x.shape[2:], strict=True)
@@ -118,26 +118,16 @@ def _refuses_map(
     reach: int | None,
     stride: int,
 ) -> str | None:
-    if rel_column is None and rel_row is None:
-        return "its kernel of the whole module takes columns, rows or both"
+    if not content and rel_column is None and rel_row is None:
+        return "there is nothing to attend by"
     height, width = x.shape[2:]
     if stride not in (1, 2) or (stride == 2 and (height % 2 or width % 2 or num_heads > 8)):
         return f"its kernel of the whole module pools 2 x 2 pixels of even maps, not by {stride} on {height} x {width}"
     dim_value = weight.shape[0] - dim_key * (2 if content else 1)
     shape = (height, width, num_heads, dim_key // num_heads, dim_value // num_heads)
     if rel_column is None or rel_row is None:
-        axis: Axis = "row" if rel_column is None else "column"
-        tables = [rel for rel in (rel_column, rel_row) if rel is not None]
-        fixed = [] if finish is None else [finish]
-        if (reason := _refuses_lines([x, weight, *tables], fixed, shape, (axis,), stride)) is not None:
-            return reason
-        if _differentiated(x, weight, *tables) and not ops.fits(
-            x, shape, axis, backward=True, pool=stride == 2, content_keys=content
-        ):
-            return (
-                f"a line of a map of {height} x {width} pixels does not fit into the memory or registers of its kernels"
-            )
-        return None
+        tensors = [tensor for tensor in (x, weight, rel_column, rel_row) if tensor is not None]
+        return _refuses_one_axis(tensors, "row" if rel_column is None else "column", finish, shape, content, stride)
     if isinstance(norm, Tensor):
         fixed = [norm] if finish is None else [norm, finish]
         return _refuses_lines([x, weight, rel_column, rel_row], fixed, shape, ("column", "row"), stride)
@@ -155,6 +145,22 @@ def _refuses_map(
         return "there is nothing to normalise"
     if not ops.fits_module(x, shape, stride):
         return f"a line of a map of {height} x {width} pixels does not fit into the memory or registers of its kernels"
+    return None
+
+
+def _refuses_one_axis(
+    tensors: list[Tensor],
+    axis: Axis,
+    finish: Tensor | None,
+    shape: tuple[int, int, int, int, int],
+    content: bool,
+    stride: int,
+) -> str | None:
+    if (reason := _refuses_lines(tensors, [] if finish is None else [finish], shape, (axis,), stride)) is not None:
+        return reason
+    gradient = {"backward": True, "pool": stride == 2, "content_keys": content}
+    if _differentiated(*tensors) and not ops.fits(tensors[0], shape, axis, **gradient):
+        return f"a {axis} of a map of {shape[0]} x {shape[1]} pixels does not fit into its kernel of the gradients"
     return None
 
 

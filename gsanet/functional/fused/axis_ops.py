@@ -31,17 +31,21 @@ def _operator(name: str, function: Callable[..., tuple[Tensor, ...]]) -> CustomO
 
     def run(*arguments: Any) -> tuple[Tensor, ...]:
         if (device := arguments[0].device).type == "cuda":
-            likes = ((one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else one for one in arguments)
-            _compile_ahead(device, function, *likes)
+            _prepare(device, function, arguments)
         return function(*arguments)
 
     schema = torch.library.infer_schema(function, mutates_args=())
     return torch.library.custom_op(name, run, mutates_args=(), schema=schema)
 
 
+def _prepare(device: torch.device, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    likes = ((one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else one for one in arguments)
+    _compile_ahead(device, function, *likes)
+
+
 @functools.cache
 def _compile_ahead(device: torch.device, function: Callable[..., object], *likes: Any) -> None:
-    arguments = (
+    arguments = tuple(
         torch.empty_strided(like[0], like[1], dtype=like[2], device="meta") if isinstance(like, tuple) else like
         for like in likes
     )
