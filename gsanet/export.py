@@ -163,7 +163,7 @@ def open_network(
         found = load_run_network(run)
         if model not in ("", found.recipe.model):
             raise ValueError(f"{run} trained {found.recipe.model}, not {model}")
-        return Source(found.model, found.class_names, f"Weights of {run}, the best of the run.")
+        return Source(found.model, found.class_names or None, f"Weights of {run}, the best of the run.")
     if not model:
         raise ValueError("give the name of a network, or --run DIR")
     chosen = {**({} if img_size is None else {"img_size": img_size}), **(options or {})}

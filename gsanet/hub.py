@@ -184,7 +184,7 @@ def _write_run(run: Path, folder: Path, repo: str, license: str, report: Callabl
     save_pretrained(
         found.model,
         folder,
-        class_names=found.class_names,
+        class_names=found.class_names or None,
         license=license,
         model_args=model_args,
         card={"details": details, "name": repo},

@@ -1,6 +1,5 @@
 """Trained networks on a user's images: what `gsanet predict` does, and `gsanet explain` starts from."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,14 +14,11 @@ from torch import Tensor, nn
 from gsanet.devices import default_device
 from gsanet.images import UnreadableImageError, read_image
 from gsanet.layers.relative import TABLES
-from gsanet.models.described import count_classes, read_description, shipped_weights
+from gsanet.models.described import read_description, shipped_weights
 from gsanet.train.data import DataSettings
 from gsanet.train.data.augment import evaluation_views, render
-from gsanet.train.engine import make_model
 from gsanet.train.evaluate_weights import weights_recipe
-from gsanet.train.recipe import Recipe
-from gsanet.train.run_directory import CLASSES, RECIPE, read_run
-from gsanet.train.weights import load_exactly, read_weights
+from gsanet.train.run_network import TrainedNetwork, load_network, load_run_network
 
 DEFAULT = "gsa_resnet35_tiny"
 HOW_TO_GET_ONE = (
@@ -184,7 +180,7 @@ def load_classifier(
     """Load a network with its weights, preprocessing and class names.
 
     Args:
-        run: A run directory of `gsanet train`; its best weights are taken.
+        run: A run directory of `gsanet train`; its best weights are taken, or the last while there are no best ones.
         model: Without a run: the network's name. Not needed for weights that say it themselves.
         weights: Without a run: a safetensors file. Where its metadata say what it is (see `gsanet.models.described`),
             they are followed; else the network's own settings are taken, and classes are numbers. Without weights:
@@ -194,25 +190,21 @@ def load_classifier(
     """
     if run is not None and (model or weights is not None):
         raise ValueError("give either --run DIR, or --model NAME and --weights FILE, not both")
-    if run is not None:
-        run = Path(run)
-        _check_run(run)
-        recipe, names, source = read_run(run, overrides), _read_names(run / CLASSES), run
-    else:
-        source = _shipped(model) if weights is None else Path(weights)
-        recipe, names = weights_recipe(source, model, overrides or {}), read_description(source).classes
-    network = make_model(recipe, len(names) or _count_classes(recipe, source))
     try:
-        load_exactly(network, source)
+        if run is not None:
+            found = _load_run(Path(run), overrides)
+        else:
+            source = _shipped(model) if weights is None else Path(weights)
+            recipe = weights_recipe(source, model, overrides or {})
+            found = load_network(recipe, source, read_description(source).classes)
     except ValueError as error:
         if any(table in str(error) for table in TABLES):
             raise ValueError(
                 f"{error}; if they were trained at another image size, say so: --set img_size=64"
             ) from None
         raise
-    return Classifier(
-        network.to(device or default_device()).eval(), Transform(recipe.data_settings), tuple(names), recipe.model
-    )
+    network = found.model.to(device or default_device())
+    return Classifier(network, Transform(found.recipe.data_settings), tuple(found.class_names), found.recipe.model)
 
 
 def predict_images(
@@ -235,12 +227,11 @@ def predict_images(
             yield each if each.error else replace(each, guesses=next(guesses))
 
 
-def _check_run(run: Path) -> None:
-    """Where a folder of runs is given, as `gsanet demo` leaves one, name those that are in it."""
-    if not (run / RECIPE).exists() and (inside := sorted(file.parent.name for file in run.glob(f"*/{RECIPE}"))):
-        raise ValueError(f"{run} holds several runs: choose {' or '.join(str(run / name) for name in inside)}")
+def _load_run(run: Path, overrides: Mapping[str, Any] | None) -> TrainedNetwork:
+    """A run in progress will do: its last weights, until it has best ones."""
     if not run.exists():
         raise FileNotFoundError(f"there is no run directory {run}: {HOW_TO_GET_ONE}")
+    return load_run_network(run, "any", overrides)
 
 
 def _shipped(model: str) -> Path:
@@ -249,16 +240,3 @@ def _shipped(model: str) -> Path:
         return shipped_weights(model or DEFAULT)
     except ValueError as error:
         raise ValueError(f"{error if model else 'no weights come with this package'}; {HOW_TO_GET_ONE}") from None
-
-
-def _read_names(file: Path) -> list[str]:
-    return json.loads(file.read_text()) if file.exists() else []
-
-
-def _count_classes(recipe: Recipe, source: Path) -> int:
-    """The number of classes, from the shape of the classifier."""
-    settings: Any = make_model(recipe, 0).pretrained_cfg
-    shapes = {name: tensor.shape for name, tensor in read_weights(source).items()}
-    if (count := count_classes(shapes, settings["classifier"])) is None:
-        raise ValueError(f"the weights of {source} do not fit the model: they have no head for classes")
-    return count

@@ -1,6 +1,9 @@
 """What several test files need: random maps, relative errors, and the paper's equations as explicit loops."""
 
+import itertools
+
 import torch
+from torch import nn
 
 
 def maps(shape, k, v, dtype=torch.float64, device="cpu", grad=False):
@@ -88,3 +91,22 @@ def losses_on_one_batch(model, steps):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def batch_norms(channels):
+    """Batch norms whose settings and buffers need no longer be those that they were made with, and words for each."""
+    for tracks, missing, momentum, training in itertools.product(
+        (True, False),
+        ((), ("running_mean", "running_var"), ("num_batches_tracked",)),
+        (0.3, None),
+        (True, False),
+    ):
+        norm = nn.BatchNorm2d(channels, momentum=momentum)
+        nn.init.normal_(norm.running_mean)
+        nn.init.uniform_(norm.running_var, 0.5, 2.0)
+        norm.num_batches_tracked.fill_(2)
+        norm.track_running_stats = tracks
+        for name in missing:
+            setattr(norm, name, None)
+        words = f"training {training}, track_running_stats {tracks}, momentum {momentum}, without {missing}"
+        yield words, norm.train(training)

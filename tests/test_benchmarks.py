@@ -6,10 +6,12 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import measure as measuring
 import modules
 import networks
+import profile_step
 import pytest
 import run as runner
 import start_up
@@ -22,6 +24,7 @@ from rich.console import Console
 from rivals import GsaPytorch, SoftmaxAttention, fold_batch_norms
 from start_up import full_speed, time_calls
 from torch import nn
+from torch.autograd import DeviceType
 
 ROOT = Path(__file__).parents[1]
 TINY = Setting(seconds=0.001, img_size=32)
@@ -355,6 +358,84 @@ def test_full_speed_is_the_first_call_as_fast_as_the_last():
     steady = [(4.11 + 0.1 * number, 4.21 + 0.1 * number) for number in range(20)]
     assert full_speed([*slow, *steady]) == 4.11
     assert len(time_calls(lambda: None, 0.0)) == 20
+
+
+def event(name, start, microseconds, **others):
+    """One of the profiler's, as on a GPU."""
+    time_range = SimpleNamespace(start=start, elapsed_us=lambda: microseconds)
+    fields = {"device_type": DeviceType.CUDA, "is_user_annotation": False, "cpu_parent": None} | others
+    return SimpleNamespace(name=name, time_range=time_range, **fields)
+
+
+def test_kernels_of_a_step_are_told_apart():
+    names = {
+        "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64_cudnn": "convolutions",
+        "void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816wgrad_optimized_128x64>(Params)": "convolutions",
+        "nvjet_tst_128x256_64x4_2x1_v_bz_TNT": "matrix products",
+        "triton_poi_fused__to_copy_convolution_relu_12": "Triton pointwise",
+        "triton_red_fused__native_batch_norm_legit_functional_3": "Triton reductions",
+        "line_forward": "our kernels",
+        "norm_pool_gradient": "our kernels",
+        "void cudnn::ops::nchwToNhwcKernel<float>(Params)": "copies",
+        "Memcpy DtoD (Device -> Device)": "copies",
+        "void at::native::multi_tensor_apply_kernel<TensorListMetadata<3>>(T1)": "optimizer",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>(int)": "others of PyTorch",
+    }
+    events = [event(name, start, 10.0 * start) for start, name in enumerate(names, 1)]
+    beside = [
+        event("Optimizer.step#SGD.step", 5, 1e6, is_user_annotation=True),
+        event("cudaGraphLaunch", 0, 1e6, device_type=DeviceType.CPU),
+    ]
+    found = profile_step.kernels_of([*reversed(events), *beside], Setting(device="cuda"))
+    assert [kernel.name for kernel in found] == list(names)
+    assert {kernel.name: kernel.kind for kernel in found} == names
+    step = profile_step.Profile("net", "compiled, CUDA graph", 1.0, found)
+    assert step.total == pytest.approx(0.66)
+    assert step.sums(lambda kernel: kernel.kind)["copies"] == (2, pytest.approx(0.17))
+    assert next(iter(step.sums(lambda kernel: kernel.kind))) == "copies"
+    assert max(map(len, map(profile_step.short, names))) <= profile_step.WIDTH
+
+
+def test_profile_of_a_step(tmp_path, capsys):
+    file = tmp_path / "profile.json"
+    options = ["--set", "depths=1,1", "--set", "width=0.125", "--img-size", "16", "--device", "cpu", "--steps", "2"]
+    profile_step.main(["gsa_resnet26_tiny", *options, "--against", "resnet18", "--json", str(file)])
+    printed = capsys.readouterr()
+    assert "gsa_resnet26_tiny, depths=[1, 1], width=0.125: profiling 2 steps" in printed.err
+    for words in ("in the order of launch", "by kernel", "by kind", "Side by side", "of the wall time of"):
+        assert words in printed.out
+    ours, theirs = json.loads(file.read_text())["profiles"]
+    assert theirs["network"] == "resnet18"
+    for each in (ours, theirs):
+        kernels = each["kernels"]
+        assert each["mode"] == "eager"
+        assert each["wall_ms"] > 0
+        assert each["kernels_ms"] == pytest.approx(sum(kernel["microseconds"] for kernel in kernels) / 1e3)
+        assert sum(each["kinds_ms"].values()) == pytest.approx(each["kernels_ms"])
+        names = [kernel["name"] for kernel in kernels]
+        assert (
+            names.index("aten::conv2d") < names.index("ConvolutionBackward0") < names.index("Optimizer.step#SGD.step")
+        )
+    assert ours["kinds_ms"]["our kernels"] > 0
+    assert "our kernels" not in theirs["kinds_ms"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gsa_resnet5"], "unknown network 'gsa_resnet5': did you mean"),
+        (["gsa_resnet50", "--batch", "0"], "--batch must be 1 or more, got 0"),
+        (["gsa_resnet50", "--set", "groups"], "--set takes key=value"),
+        (["gsa_resnet50", "--set", "grups=3,4"], "unknown option 'grups' of a network: did you mean 'groups'"),
+        (["gsa_resnet50", "--set", "groups=3,5"], "groups must be among 1 to 4"),
+        (["gsa_resnet50", "--json", "nowhere/profile.json"], "there is no folder nowhere"),
+        (["gsa_resnet50", "--device", "cpu", "--graphs"], "--graphs needs a GPU"),
+    ],
+)
+def test_profiles_that_cannot_be(arguments, words, capsys):
+    with pytest.raises(SystemExit):
+        profile_step.main(arguments)
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

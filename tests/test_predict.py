@@ -10,9 +10,11 @@ import torch
 from PIL import Image
 
 from gsanet import predict
+from gsanet.export import open_network
 from gsanet.predict import Transform, View, load_classifier, predict_images
 from gsanet.train.data import DataSettings, open_data
 from gsanet.train.recipe import load_recipe
+from gsanet.train.run_network import load_run_network
 from gsanet.train.weights import read_weights
 
 
@@ -58,6 +60,35 @@ def test_weights_with_and_without_what_they_are(run, digit, tmp_path):
         load_classifier(weights=tmp_path / "bare.safetensors")
     with pytest.raises(ValueError, match="say so: --set img_size=64"):
         load_classifier(None, "gsa_resnet26_tiny", tmp_path / "bare.safetensors", {**options, "img_size": 16})
+
+
+def test_a_run_is_opened_alike_by_all(run, digit, tmp_path):
+    """With all of its files; before its first evaluation; without the names of its classes."""
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    expected = load_run_network(run)
+    assert expected.class_names == [str(number) for number in range(10)]
+    (copied / "classes.json").unlink()
+    for found in (load_run_network(copied), load_classifier(copied, device="cpu")):
+        assert not found.class_names
+        assert found.model.pretrained_cfg == expected.model.pretrained_cfg
+        assert found.model.pretrained_cfg["mean"] == (0.5, 0.5, 0.5)
+        assert torch.equal(found.model.head.fc.weight, expected.model.head.fc.weight)
+    source = open_network(run=copied)
+    assert source.class_names is None
+    for place in copied.glob("best*"):
+        shutil.rmtree(place)
+    last = read_weights(run / "last")["head.fc.weight"]
+    for found in (load_run_network(copied, "last"), load_classifier(copied, device="cpu")):
+        assert torch.equal(found.model.head.fc.weight, last)
+    with pytest.raises(FileNotFoundError, match="run has no 'best' weights yet"):
+        load_run_network(copied)
+    for place in copied.glob("last*"):
+        shutil.rmtree(place)
+    with pytest.raises(FileNotFoundError, match="run has no weights yet"):
+        load_classifier(copied)
+    with pytest.raises(ValueError, match=f"holds several runs: choose {run.parent / 'conv_resnet26_tiny'} or "):
+        load_run_network(run.parent)
 
 
 def test_the_view_of_an_image():

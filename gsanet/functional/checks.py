@@ -70,13 +70,20 @@ def check_same_kind(**tensors: Tensor) -> None:
 
 
 def check_feature_map(x: Tensor, channels: int) -> None:
-    """Check a feature map (batch, channels, height, width)."""
+    """Check a feature map, or images: (batch, channels, height, width), floating-point numbers."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"the input must be a tensor, got {type(x).__name__}")
     if x.dim() != 4:
-        raise ValueError(f"the input must be a map (batch, {channels}, height, width), got {tuple(x.shape)}")
+        hint = ": a single one needs a batch dimension, x[None]" if x.dim() == 3 else ""
+        raise ValueError(f"the input must be a map (batch, {channels}, height, width), got {tuple(x.shape)}{hint}")
     if x.shape[1] != channels:
-        raise ValueError(f"the input must have {channels} channels, got {x.shape[1]} in {tuple(x.shape)}")
+        hint = ": they come second, x.permute(0, 3, 1, 2)" if x.shape[3] == channels else ""
+        raise ValueError(f"the input must have {channels} channels, got {x.shape[1]} in {tuple(x.shape)}{hint}")
+    if not x.is_floating_point():
+        raise TypeError(
+            f"the input must hold floating-point numbers, got {x.dtype}: bytes of an image are divided by 255 and "
+            "normalised first"
+        )
 
 
 def check_scale_and_shift(name: str, values: Tensor, channels: int) -> None:

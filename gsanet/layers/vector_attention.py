@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gsanet.functional.checks import check_feature_map, check_window
+from gsanet.functional.fused.norms import count_batch
 from gsanet.functional.local import local_mix, mirror
 from gsanet.functional.pooling import average_pool
 from gsanet.layers.attention import Attention, Combination, Properties
@@ -184,15 +185,18 @@ class PatchwiseAttention(VectorAttention):
         phi, psi = phi.permute(0, 3, 1, 2), psi.permute(0, 3, 1, 2)
         places = [phi]
         places += [psi[:, :, i : i + height, j : j + width] for i in range(self.window) for j in range(self.window)]
-        if self.training and self.norm.num_batches_tracked is not None:
-            self.norm.num_batches_tracked.add_(1)
-        statistics = (self.norm.running_mean, self.norm.running_var, self.norm.weight, self.norm.bias)
+        # As the norm of the whole would be, which may be frozen while the module is trained.
+        norm, share = self.norm, count_batch(self.norm)
+        running = (None, None) if norm.training and share is None else (norm.running_mean, norm.running_var)
+        from_batch = norm.training or norm.running_mean is None
+        momentum = 0.0 if share is None else float(share)
         total = torch.zeros((), dtype=phi.dtype, device=phi.device)
         for number, place in enumerate(places):
             part = slice(number * self.dim_relation, (number + 1) * self.dim_relation)
-            mean, variance, weight, bias = (None if values is None else values[part] for values in statistics)
-            momentum = self.norm.momentum or 0.0
-            place = F.batch_norm(place, mean, variance, weight, bias, self.training, momentum, self.norm.eps)
+            mean, variance, weight, bias = (
+                None if values is None else values[part] for values in (*running, norm.weight, norm.bias)
+            )
+            place = F.batch_norm(place, mean, variance, weight, bias, from_batch, momentum, norm.eps)
             total = total + F.conv2d(F.relu(place, inplace=True), self.reduce.weight[:, part])
         weights = self.gamma(total)  # b, group x offset, x, y
         return weights.unflatten(1, (-1, self.window**2)).permute(0, 3, 4, 1, 2)

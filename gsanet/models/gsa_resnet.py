@@ -23,6 +23,7 @@ from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 from gsanet.layers.block_convolution import PLAIN, BlockConv2d
 from gsanet.layers.relative import RelativeTables
 from gsanet.layers.stand_alone_attention import AttentionStem
+from gsanet.models.checked import CheckedFeatures, CheckedNetwork
 from gsanet.models.described import with_shipped
 from gsanet.models.fit import fit_pretrained
 from gsanet.models.stem import PooledStem
@@ -144,7 +145,7 @@ def _reduce(size: Size, stride: int) -> Size:
     return -(-size[0] // stride), -(-size[1] // stride)
 
 
-class GSAResNet(ByobNet):
+class GSAResNet(CheckedNetwork):
     """A ResNet whose residual groups attend or convolve.
 
     Args:
@@ -319,7 +320,9 @@ default_cfgs = generate_default_cfgs(with_shipped({name: network_cfg(*network) f
 NO_OPTIONS = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
-def entry_point(name: str, settings: Any, module: str, network: type[ByobNet] = GSAResNet) -> Callable[..., nn.Module]:
+def entry_point(
+    name: str, settings: Any, module: str, network: type[CheckedNetwork] = GSAResNet
+) -> Callable[..., nn.Module]:
     """The function behind a name, registered with timm as one of the module's."""
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
@@ -336,7 +339,11 @@ def entry_point(name: str, settings: Any, module: str, network: type[ByobNet] = 
             pretrained,
             model_cfg=settings,
             pretrained_filter_fn=fit_pretrained,
-            feature_cfg={"flatten_sequential": True, "out_indices": tuple(features)},
+            feature_cfg={
+                "flatten_sequential": True,
+                "out_indices": tuple(features),
+                "feature_cls": CheckedFeatures,
+            },
             **kwargs,
         )
         # What makes the same network again; `gsanet.save_pretrained` writes it beside the weights.

@@ -145,7 +145,9 @@ class ClipResNet(GSAResNet):
         return self.forward_head(self.forward_features(x), frames=x.shape[1] if x.dim() == 5 else 1)
 
     def _frames(self, x: Tensor) -> Tensor:
-        if x.dim() not in (4, 5):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"the input must be a tensor, got {type(x).__name__}")
+        if x.dim() not in (4, 5) or x.shape[-3] != self.in_chans:
             raise ValueError(
                 f"the input must be a clip (batch, time, {self.in_chans}, height, width) or an image "
                 f"(batch, {self.in_chans}, height, width), got {tuple(x.shape)}"

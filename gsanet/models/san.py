@@ -13,10 +13,11 @@ from typing import Any
 
 from timm.layers import BatchNormAct2d, ConvNormAct, DropPath, to_2tuple
 from timm.models import generate_default_cfgs
-from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, LayerFn, register_block
+from timm.models.byobnet import ByoBlockCfg, ByoModelCfg, LayerFn, register_block
 from torch import Tensor, nn
 
 from gsanet.layers import PairwiseAttention, PatchwiseAttention
+from gsanet.models.checked import CheckedNetwork
 from gsanet.models.described import with_shipped
 from gsanet.models.gsa_resnet import RESNET50, Size, check_options, entry_point, network_cfg, take
 
@@ -127,7 +128,7 @@ class SANBlock(nn.Module):
 register_block("san", SANBlock)
 
 
-class SAN(ByobNet):
+class SAN(CheckedNetwork):
     """A SAN. Any image size works: no table depends on it.
 
     Args:

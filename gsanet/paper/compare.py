@@ -59,7 +59,7 @@ class Compared:
 
 
 def compare(table: int, rows: Sequence[TableRow], spreads: Mapping[Setting, float]) -> dict[Setting, Compared]:
-    """The comparisons of a table, for each setting (data set, recipe, length) that at least two rows have runs of.
+    """The comparisons of a table, for each setting (data set, training, length) that at least two rows have runs of.
 
     Args:
         table: Its number.

@@ -89,8 +89,8 @@ _AXES: dict[str, Any] = {
 def draw_results(results: Results, folder: Path) -> list[Path]:
     """Draw the accuracy of measured networks against their parameters, operations and training throughput.
 
-    One picture for each setting (data set, recipe, length) with at least two networks. Only networks as they are named:
-    variants of one network, as in Tables 4 and 5, would lie on top of each other.
+    One picture for each setting (data set, training, length) with at least two networks. Only networks as they are
+    named: variants of one network, as in Tables 4 and 5, would lie on top of each other.
 
     Returns:
         The pictures.
@@ -105,11 +105,14 @@ def draw_results(results: Results, folder: Path) -> list[Path]:
         raise ValueError("nothing to draw: the folder of results holds no two runs to compare (`gsanet paper run`)")
     files: dict[str, Path] = {}
     for setting, networks in settings.items():
-        name = f"results-{setting[1] if setting[1].startswith(setting[0]) else setting[0]}"
-        length = setting[2].replace(" ", "-").replace(",", "")
-        file = folder / (f"{name}.png" if name not in files else f"{name}-{length}.png")
-        files[file.stem] = file
-        _draw_setting(setting, networks, file)
+        dataset, recipe = networks[0][0].dataset, networks[0][0].recipe
+        name = f"results-{recipe if recipe.startswith(dataset) else dataset}"
+        if name in files:
+            name += "-" + setting[2].replace(" ", "-").replace(",", "")
+        numbered = (name, *(f"{name}-{number}" for number in range(2, len(settings) + 2)))
+        name = next(each for each in numbered if each not in files)
+        files[name] = folder / f"{name}.png"
+        _draw_setting(setting, networks, files[name])
     return list(files.values())
 
 

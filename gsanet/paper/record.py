@@ -3,28 +3,22 @@
 import json
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from gsanet.models import count_flops, count_parameters
 from gsanet.paper.results import Run
+from gsanet.paper.settings import changes, portable_settings
 from gsanet.train import checkpoint
 from gsanet.train.checkpoint import replace_file
 from gsanet.train.data.sources import data_name, evaluated_on
 from gsanet.train.engine import make_model
-from gsanet.train.recipe import SECTIONS, Recipe, load_recipe
+from gsanet.train.recipe import Recipe
 from gsanet.train.report import read_metrics
 from gsanet.train.run_directory import CLASSES, ENVIRONMENT, read_run
 from gsanet.train.state import Progress
 
 MEMORY, SPEEDS = "memory.json", "speeds.json"
-# What a machine decides, and no result depends on.
-PLACES = ("weights", "compile", "cuda_graphs", "checkpoint_minutes", "checkpoint_steps", "timeout_minutes")
-DATA_PLACES = ("path", "workers", "in_memory")
 
 
 def record_run(
@@ -89,24 +83,15 @@ def record_run(
     )
     content = {key: value for key, value in asdict(found).items() if value not in (None, "", [], {})}
     file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, (json.dumps({"kind": "run", **content}, indent=1) + "\n").encode())
+    replace_file(file, (json.dumps({"kind": "run", **content}, indent=1, allow_nan=False) + "\n").encode())
     return found
-
-
-def portable_settings(recipe: Recipe) -> dict[str, Any]:
-    """A recipe without what a machine decides."""
-    values = {key: value for key, value in yaml.safe_load(recipe.to_yaml()).items() if key not in PLACES}
-    values["data"] = {key: value for key, value in values.get("data", {}).items() if key not in DATA_PLACES}
-    return values
 
 
 def train_command(recipe_name: str, recipe: Recipe) -> str:
     """The command that makes a run again, but for the places of data and run directory."""
-    named, own = (dict(_flat(portable_settings(each))) for each in (load_recipe(recipe_name), recipe))
     words = ["gsanet", "train", "--recipe", recipe_name]
-    for key, value in own.items():
-        if key not in named or named[key] != value:
-            words += ["--set", f"{key}={json.dumps(value) if not isinstance(value, str) else value}"]
+    for key, value in changes(recipe_name, portable_settings(recipe)).items():
+        words += ["--set", f"{key}={json.dumps(value) if not isinstance(value, str) else value}"]
     return shlex.join(words)
 
 
@@ -120,11 +105,3 @@ def read_speeds(out: Path) -> list[float]:
     """The images a second of the stretches in which a run had the device to itself, where there were any."""
     file = out / SPEEDS
     return json.loads(file.read_text()) if file.exists() else []
-
-
-def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if key in SECTIONS:
-            yield from ((f"{key}.{name}", each) for name, each in value.items())
-        else:
-            yield key, value

@@ -41,6 +41,7 @@ from typing import Any
 
 from gsanet.models.described import TRAINING
 from gsanet.paper.printed import Network, PrintedRow, printed_tables
+from gsanet.paper.settings import training
 
 FOLDER = Path("results")
 
@@ -83,6 +84,11 @@ class Run:
     def network(self) -> Network:
         """Which network it is, whatever the size of its images."""
         return plain_network(self.model, self.model_kwargs)
+
+    @property
+    def training(self) -> str:
+        """How it was trained, in words: the recipe, and what was set over it."""
+        return training(self.recipe, self.settings)
 
 
 @dataclass(frozen=True)

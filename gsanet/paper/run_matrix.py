@@ -26,8 +26,9 @@ import yaml
 
 from gsanet.pack import pack
 from gsanet.paper.matrix import Experiment, choose, matrix
-from gsanet.paper.record import MEMORY, SPEEDS, portable_settings, read_memory, read_speeds, record_run
+from gsanet.paper.record import MEMORY, SPEEDS, read_memory, read_speeds, record_run
 from gsanet.paper.results import Run, read_results
+from gsanet.paper.settings import portable_settings
 from gsanet.paper.turns import Turns
 from gsanet.provenance import package_commit
 from gsanet.train import checkpoint
@@ -202,12 +203,16 @@ def plan_lines(experiments: Iterable[Experiment], place: Place, detailed: bool =
 
 
 def _rate(place: Place) -> float | None:
-    """Operations of forward passes a second, over all finished runs of the matrix."""
+    """Operations of forward passes a second, over all finished runs of the matrix, each alone on the device."""
     known = matrix()
     runs = read_results(place.results).runs if place.results.is_dir() else []
-    timed = [(run.flops, run.seconds, known[run.run]) for run in runs if run.flops and run.seconds and run.run in known]
-    work = sum(flops * experiment.steps * experiment.recipe.batch_size for flops, _, experiment in timed)
-    return work / sum(seconds for _, seconds, _ in timed) if timed else None
+    timed = [
+        (run.flops, known[run.run].steps * known[run.run].recipe.batch_size, run.images_per_second)
+        for run in runs
+        if run.run in known and run.flops and run.images_per_second
+    ]
+    work = sum(flops * images for flops, images, _ in timed)
+    return work / sum(images / speed for _, images, speed in timed) if timed else None
 
 
 def _train(experiment: Experiment, place: Place, stop_after: float | None, compile: bool, graphs: bool) -> Result:

@@ -109,9 +109,12 @@ def _lines_here(row: TableRow, columns: list[str]) -> Iterator[list[str]]:
     else:
         unmeasured = dict.fromkeys(("top1", "top5", "cifar100_top1"), "" if row.measured else NOT_YET)
         yield [f"  [dim]{row.network}[/]", *({**unmeasured, **counted}[column] for column in columns)]
-    for measured in row.measured:
+    names = [_setting_name(measured) for measured in row.measured]
+    for measured, name in zip(row.measured, names, strict=True):
         cells = _accuracies(measured)
-        yield [f"  [dim]{_what(measured)}[/]", *(cells.get(column, "") for column in columns)]
+        if names.count(name) > 1:  # only then does it take all the words to tell them apart
+            name = measured.training
+        yield [f"  [dim]{name}, {_seeds(measured)}[/]", *(cells.get(column, "") for column in columns)]
 
 
 def _accuracies(measured: Measured) -> dict[str, str]:
@@ -121,11 +124,15 @@ def _accuracies(measured: Measured) -> dict[str, str]:
     return {"top1": top1, "top5": NOT_YET if measured.top5 is None else f"{measured.top5:.2f}"}
 
 
-def _what(measured: Measured) -> str:
+def _setting_name(measured: Measured) -> str:
+    """The recipe without what was set over it, where that names the data set, or the data set."""
+    recipe = measured.training.split(" with ")[0]
+    return recipe if recipe.startswith(measured.dataset) else measured.dataset
+
+
+def _seeds(measured: Measured) -> str:
     runs = f"{measured.runs} runs" if measured.runs > 1 else "1 run"
-    spread = "" if measured.top1_spread is None else f", ±{measured.top1_spread:.2f}"
-    what = measured.recipe if measured.recipe.startswith(measured.dataset) else measured.dataset
-    return f"{what}, {runs}{spread}"
+    return runs if measured.top1_spread is None else f"{runs}, ±{measured.top1_spread:.2f}"
 
 
 def _counted(value: int | None, unit: float, letter: str, match: bool | None) -> str:

@@ -20,7 +20,7 @@ class Measured:
     """Runs that differ only in their seed: how many, and the mean of their accuracies."""
 
     dataset: str
-    recipe: str
+    training: str
     length: str
     network: str
     runs: int
@@ -32,8 +32,8 @@ class Measured:
 
     @property
     def setting(self) -> tuple[str, str, str]:
-        """What two rows must have in common to be compared: data set, recipe and length."""
-        return self.dataset, self.recipe, self.length
+        """What two rows must have in common to be compared: data set, recipe with what was set over it, and length."""
+        return self.dataset, self.training, self.length
 
     @property
     def column(self) -> str:
@@ -139,7 +139,7 @@ def alike(runs: list[Run]) -> dict[Any, list[Run]]:
     """Runs by what was trained on what: only their seeds differ."""
     groups: dict[Any, list[Run]] = defaultdict(list)
     for run in runs:
-        groups[run.dataset, run.recipe, run.length, run.network].append(run)
+        groups[run.dataset, run.training, run.length, run.network].append(run)
     return groups
 
 
@@ -153,7 +153,7 @@ def summarise(runs: list[Run]) -> Measured:
     accuracies = [run.top1 for run in runs]
     return Measured(
         dataset=runs[0].dataset,
-        recipe=runs[0].recipe,
+        training=runs[0].training,
         length=runs[0].length,
         network=str(runs[0].network),
         runs=len(runs),

@@ -1,6 +1,7 @@
 """What a person sees of a run: progress, metrics on disk, curves, and where everything is."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -84,7 +85,9 @@ class Reporter:
         if not self.active:
             return
         with explained(f"metrics to {self.out}", go_on(self.out)):
-            self._metrics.write(json.dumps({"kind": kind, "step": step, **values}).encode() + b"\n")
+            # JSON has no word for what is not a number.
+            known = {key: value if math.isfinite(value) else None for key, value in values.items()}
+            self._metrics.write(json.dumps({"kind": kind, "step": step, **known}).encode() + b"\n")
             if self._board is not None:
                 for name, value in values.items():
                     self._board.add_scalar(f"{kind}/{name}", value, step)
@@ -117,6 +120,7 @@ def draw_curves(runs: Mapping[str, Path], file: Path) -> str | None:
         return "no curves were drawn: matplotlib is not installed"
     figure = Figure(figsize=(10, 4), layout="constrained")
     losses, accuracy = figure.subplots(1, 2)
+    highest = 0.0
     for index, (name, out) in enumerate(runs.items()):
         rows = read_metrics(out, "epoch")
         columns = {key: [row[key] for row in rows] for key in ("epoch", "train_loss", "val_loss", "top1")}
@@ -124,7 +128,10 @@ def draw_curves(runs: Mapping[str, Path], file: Path) -> str | None:
         losses.plot(columns["epoch"], columns["train_loss"], label=f"{name}, training", **look)
         losses.plot(columns["epoch"], columns["val_loss"], label=f"{name}, validation", linestyle="--", **look)
         accuracy.plot(columns["epoch"], columns["top1"], label=name, **look)
+        highest = max([highest, *columns["train_loss"]])
     losses.set(xlabel="epoch", ylabel="loss")
+    if losses.get_ylim()[1] > 2 * highest:  # an evaluation in which some image overflowed
+        losses.set_ylim(top=2 * highest)
     accuracy.set(xlabel="epoch", ylabel="top-1 (%), validation")
     for axes in (losses, accuracy):
         axes.grid(alpha=0.3)

@@ -37,6 +37,9 @@ def start_run(out: Path, recipe: Recipe, class_names: list[str]) -> None:
 def read_run(out: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """The resolved recipe of a run directory, with values set over it."""
     if not (out / RECIPE).exists():
+        # A folder of runs, as `gsanet demo` leaves one.
+        if inside := sorted(file.parent.name for file in out.glob(f"*/{RECIPE}")):
+            raise ValueError(f"{out} holds several runs: choose {' or '.join(str(out / name) for name in inside)}")
         raise FileNotFoundError(f"{out} is no run directory: it has no {RECIPE}")
     return load_recipe(str(out / RECIPE), overrides)
 

@@ -319,6 +319,12 @@ def test_repr_tells_what_it_is():
         (lambda: make(feat_size=(4, 4, 4)), ValueError, r"one or two positive.*got \(4, 4, 4\)"),
         (lambda: make()(torch.randn(16, 6, 5)), ValueError, r"\(batch, 16, height, width\), got \(16, 6, 5\)"),
         (lambda: make()(torch.randn(1, 8, 6, 5)), ValueError, "must have 16 channels, got 8"),
+        (
+            lambda: make()(torch.randn(1, 6, 5, 16)),
+            ValueError,
+            r"got 6 in .*: they come second, x\.permute",
+        ),
+        (lambda: make()(torch.ones(1, 16, 6, 5, dtype=torch.uint8)), TypeError, r"floating-point .*got torch\.uint8"),
         (lambda: make()([1.0]), TypeError, "must be a tensor, got list"),
     ],
 )

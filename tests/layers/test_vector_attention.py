@@ -1,7 +1,10 @@
 """SAN's pairwise and patchwise attention against explicit loops, with batch norm of the batch's statistics."""
 
+import copy
+
 import torch
-from helpers import gradients
+import torch.nn.functional as F
+from helpers import batch_norms, gradients
 from torch.testing import assert_close
 
 from gsanet.layers import PairwiseAttention, PatchwiseAttention
@@ -120,3 +123,22 @@ def test_patchwise_norm_learns_its_statistics():
     assert_close(module.norm.running_mean, twin.running_mean)
     assert_close(module.norm.running_var, twin.running_var)
     assert module.norm.num_batches_tracked == 3
+
+
+def test_patchwise_norm_is_a_batch_norm_in_whatever_state():
+    """One that is frozen while the module is trained, for instance."""
+    module = PatchwiseAttention(6, 8, share=4, window=3, dim_relation=3, dtype=torch.float64).train()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    for words, norm in batch_norms(30):
+        module.norm = norm.double()
+        twin = copy.deepcopy(norm)
+        for _ in range(2):
+            x = torch.randn(2, 6, 5, 4, dtype=torch.float64)
+            phi, psi, beta = project(module, x)
+            patch = torch.cat((phi, neighbours(psi, 3).flatten(3)), dim=-1).permute(0, 3, 1, 2)
+            weights = module.gamma(F.conv2d(twin(patch).relu(), module.reduce.weight))
+            expected = aggregate(module, weights.unflatten(1, (-1, 9)).permute(0, 3, 4, 2, 1), beta)
+            assert_close(module(x), expected, msg=words)
+        for name, buffer in norm.named_buffers():
+            assert_close(buffer, twin.get_buffer(name), msg=f"{name}, {words}")

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import warnings
 
 import pytest
 import timm
@@ -322,6 +323,49 @@ def test_compile_and_export_a_network():
         program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
         larger = torch.randn(3, 3, 32, 32)
         assert_close(program.module()(larger), model(larger))
+
+
+def ways_in(name):
+    """All ways to give images to a network of this kind."""
+    few = {"windows": (3, 3)} if name.startswith("san") else {}
+    model = shallow(name, 1, 1, img_size=32, **few).eval()
+    return {
+        "forward": model,
+        "forward_features": model.forward_features,
+        "forward_intermediates": model.forward_intermediates,
+        "fused": gsanet.fuse_for_inference(model),
+        "features_only": shallow(name, 1, 1, img_size=32, features_only=True, **few),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["gsa_resnet50", "conv_resnet50", "san19_pairwise", "detr_resnet50", "videobert_resnet50"]
+)
+def test_input_that_is_no_batch_of_images(name):
+    images = torch.randn(2, 3, 32, 32)
+    wrong = {
+        "a batch": (images[0], ValueError, r"\(batch, 3, height, width\), got \(3, 32, 32\)"),
+        "dimensions": (images[None, None], ValueError, r"\(batch, 3, height, width\), got \(1, 1, 2, 3, 32, 32\)"),
+        "channels": (images[:, :1], ValueError, r"3.* got .*\(2, 1, 32, 32\)"),
+        "their order": (images.permute(0, 2, 3, 1), ValueError, r"3.* got .*\(2, 32, 32, 3\)"),
+        "numbers": (images.to(torch.uint8), TypeError, r"floating-point numbers, got torch\.uint8: .* divided by 255"),
+        "tensors": (images.numpy(), TypeError, "must be a tensor, got ndarray"),
+    }
+    for way, call in ways_in(name).items():
+        for what, (given, error, words) in wrong.items():
+            with pytest.raises(error, match=words) as caught:
+                call(given)
+            assert "\n" not in str(caught.value), (way, what)
+
+
+def test_traces_do_not_see_that_the_input_is_checked():
+    model = shallow("conv_resnet50", 1, 1, img_size=32).eval()
+    x = torch.randn(2, 3, 32, 32)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        assert_close(torch.jit.trace(model, x)(x), model(x))
+    traced = torch.fx.symbolic_trace(model)
+    assert_close(traced(x), model(x))
 
 
 @pytest.mark.parametrize("name", SHALLOW)

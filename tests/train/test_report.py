@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import signal
 import sys
@@ -8,7 +9,7 @@ import pytest
 from gsanet.train.checkpoint import CheckpointError
 from gsanet.train.engine import train
 from gsanet.train.interrupt import Interrupt
-from gsanet.train.report import Reporter, duration, read_metrics
+from gsanet.train.report import Reporter, draw_curves, duration, read_metrics
 from gsanet.train.step_log import StepRecord
 
 
@@ -52,6 +53,22 @@ def test_metrics_are_readable_by_anything(tmp_path):
     with Reporter(tmp_path, 0, 10) as reporter:
         reporter.row("epoch", 3, {"top1": 12.5})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"kind": "epoch", "step": 3, "top1": 12.5}
+
+
+def test_an_evaluation_that_overflowed_is_no_number_and_flattens_no_curve(tmp_path, monkeypatch):
+    limits = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: limits.append(figure.axes[0].get_ylim())
+    )
+    with Reporter(tmp_path, 0, 10) as reporter:
+        for epoch, loss in enumerate((3.0, math.nan, 4e30, math.inf, 2.0)):
+            reporter.row(
+                "epoch", epoch, {"epoch": epoch, "train_loss": 4.0 - epoch / 2, "val_loss": loss, "top1": 30.0}
+            )
+    assert [row["val_loss"] for row in read_metrics(tmp_path, "epoch")] == [3.0, None, 4e30, None, 2.0]
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    assert draw_curves({"gsa": tmp_path}, tmp_path / "curves.png") is None
+    assert limits[0][1] == 8.0
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(4.4, "0:04"), (61, "1:01"), (3723, "1:02:03")])

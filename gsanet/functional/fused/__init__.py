@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gsanet.functional.backends import Axis, Backend, Norm, Operation
 from gsanet.functional.fused import available, axis_ops, ops
-from gsanet.functional.fused.norms import centre_of, in_float32, update_running_statistics
+from gsanet.functional.fused.norms import centre_of, in_float32, keep_statistics
 from gsanet.functional.fused.plan import LONGEST, SCALARS, WIDTHS
 from gsanet.functional.lean import fit_table
 
@@ -64,8 +64,7 @@ def attention_map(
         x, weight, rel_column, rel_row, norm_weight, norm_bias, centre_of(norm, x), applied,
         num_heads, dim_key, content, stride, norm.eps,
     )  # fmt: skip
-    if norm.training and norm.running_mean is not None:
-        update_running_statistics(norm, used[2], used[4], x.shape[0] * x.shape[2] * x.shape[3])
+    keep_statistics(norm, used, x)
     return out
 
 

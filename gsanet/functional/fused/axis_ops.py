@@ -30,8 +30,7 @@ def _operator(name: str, function: Callable[..., tuple[Tensor, ...]]) -> CustomO
     """An operator that compiles all its kernels at once when a call of such shapes is first met."""
 
     def run(*arguments: Any) -> tuple[Tensor, ...]:
-        if (device := arguments[0].device).type == "cuda":
-            _prepare(device, function, arguments)
+        _prepare(arguments[0].device, function, arguments)
         return function(*arguments)
 
     schema = torch.library.infer_schema(function, mutates_args=())
@@ -39,8 +38,9 @@ def _operator(name: str, function: Callable[..., tuple[Tensor, ...]]) -> CustomO
 
 
 def _prepare(device: torch.device, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-    likes = ((one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else one for one in arguments)
-    _compile_ahead(device, function, *likes)
+    if device.type == "cuda":
+        likes = ((one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else one for one in arguments)
+        _compile_ahead(device, function, *likes)
 
 
 @functools.cache

@@ -30,7 +30,7 @@ def batch_norm(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     # than work it out again in the backward pass.
     wide = x.float()
     applied = norm_ops.channel_statistics(x, centre_of(norm, x), *in_float32(norm), norm.eps)
-    _keep(norm, applied, x)
+    keep_statistics(norm, applied, x)
     # One by one: the gradients of slices and of `unbind` would be stored before they are used.
     scale, shift, mean = (applied[row].view(1, -1, 1, 1) for row in range(3))
     mean = mean.detach()
@@ -45,7 +45,7 @@ def norm_relu_max_pool(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     """
     weight, bias = in_float32(norm)
     out, _, _, applied = norm_ops.norm_relu_max_pool(x, centre_of(norm, x), weight, bias, norm.eps)
-    _keep(norm, applied, x)
+    keep_statistics(norm, applied, x)
     return out
 
 
@@ -70,30 +70,45 @@ def centre_of(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def update_running_statistics(norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor, count: int) -> None:
-    """As the module itself keeps them; `count` values have this variance, divided by their number."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    assert norm.num_batches_tracked is not None
-    norm.num_batches_tracked.add_(1)
-    if norm.momentum is None:
-        share: Tensor | float = 1.0 / norm.num_batches_tracked.float()
-    else:
-        share = norm.momentum
-    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
-    norm.running_var.lerp_((variance * (count / (count - 1))).to(norm.running_var.dtype), share)
+def count_batch(norm: nn.BatchNorm2d) -> Tensor | float | None:
+    """Count one more batch where `norm(x)` would: in training, with `track_running_stats` as it is now.
+
+    Returns:
+        The share that the batch gets in the running statistics; None where these stay as they are.
+    """
+    if not (norm.training and norm.track_running_stats):
+        return None
+    share: Tensor | float = norm.momentum or 0.0
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if norm.momentum is None:
+            share = 1.0 / norm.num_batches_tracked.float()
+    return share
+
+
+@torch.no_grad()
+def keep_statistics(norm: nn.BatchNorm2d, applied: Tensor, x: Tensor) -> None:
+    """Bring a norm's running statistics up to date, where `norm(x)` would; it need not have any.
+
+    Args:
+        norm: The norm.
+        applied: Scale, shift, mean, 1 / standard deviation and variance of the batch, (5, channels).
+        x: What these are of, (batch, channels, height, width), or another map with as many pixels.
+    """
+    share = count_batch(norm)
+    if share is None:
+        return
+    count = x.shape[0] * x.shape[2] * x.shape[3]
+    mean, variance = applied[2], applied[4] * (count / (count - 1))
+    for running, value in ((norm.running_mean, mean), (norm.running_var, variance)):
+        if running is not None:
+            running.lerp_(value.to(running.dtype), share)
 
 
 def in_float32(norm: nn.BatchNorm2d) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias of a norm."""
     weight, bias = (None if tensor is None else tensor.float() for tensor in (norm.weight, norm.bias))
     return weight, bias
-
-
-@torch.no_grad()
-def _keep(norm: nn.BatchNorm2d, applied: Tensor, x: Tensor) -> None:
-    if norm.track_running_stats and norm.running_mean is not None:
-        update_running_statistics(norm, applied[2], applied[4], x.shape[0] * x.shape[2] * x.shape[3])
 
 
 def _takes_map(x: Tensor) -> bool:

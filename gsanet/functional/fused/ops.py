@@ -6,6 +6,7 @@ module, from the feature map to the pooled output: the projection, both branches
 """
 
 import functools
+from collections.abc import Callable
 from operator import index
 from typing import Any
 
@@ -281,7 +282,8 @@ def _attention_map(
 
 def _prepared_attention_map(*arguments: Any) -> tuple[Tensor, ...]:
     x, weight, *_, applied, heads, dim_key, content, stride, _ = arguments
-    _compile_ahead(x.device, x.dtype, tuple(x.shape), weight.shape[0], heads, dim_key, content, stride, applied is None)
+    settings = (heads, dim_key, content, stride)
+    _compile_ahead(_run_training, x.device, x.dtype, tuple(x.shape), weight.shape[0], settings, applied is None)
     return _attention_map(*arguments)
 
 
@@ -368,37 +370,53 @@ def _(
     return d_x, *tables, applied.new_empty(2, applied.shape[1])
 
 
+Settings = tuple[int, int, bool, int]  # heads, channels of q, whether content attention is on, stride
+Module = tuple[Tensor, Tensor, Tensor, Tensor]  # x, weight, rel_column, rel_row
+
+
 @functools.cache
 def _compile_ahead(
+    run: Callable[[Module, Tensor, Settings, bool], None],
     device: torch.device,
     dtype: torch.dtype,
     size: tuple[int, int, int, int],
     rows: int,
-    heads: int,
-    dim_key: int,
-    content: bool,
-    stride: int,
-    training: bool,
+    settings: Settings,
+    more: bool,
 ) -> None:
-    """Compile all kernels of a module at once when it is first met, those of its gradient too if it is trained."""
-    if device.type != "cuda":
-        return
-    tensors, norm = _module_on_meta(dtype, size, rows, heads, dim_key, content)
-    settings = (heads, dim_key, content, stride)
+    """Compile all kernels of a module at once when it is first met.
 
-    def run() -> None:
-        forward: Any = _attention_map
-        gradient: Any = _attention_map_gradient
-        out, *kept = forward(*tensors, norm[0], norm[1], norm[2], None if training else norm, *settings, 0.0)
-        if training:
-            gradient(torch.empty_like(out), *tensors, *kept, *settings, False)
+    Args:
+        run: What launches them, called with a module and its norm, both without memory, `settings` and `more`.
+        device: What they are compiled for.
+        dtype: Of the module.
+        size: Of the map.
+        rows: Of the weight.
+        settings: Of the module.
+        more: The last argument of `run`.
+    """
+    if device.type == "cuda":
+        tensors, norm = _module_on_meta(dtype, size, rows, *settings[:3])
+        calls.compile_ahead(device, lambda: run(tensors, norm, settings, more))
 
-    calls.compile_ahead(device, run)
+
+def _run_training(module: Module, norm: Tensor, settings: Settings, training: bool) -> None:
+    """The module and, where its statistics are the batch's, its gradient."""
+    forward: Any = _attention_map
+    gradient: Any = _attention_map_gradient
+    out, *kept = forward(*module, norm[0], norm[1], norm[2], None if training else norm, *settings, 0.0)
+    if training:
+        gradient(torch.empty_like(out), *module, *kept, *settings, False)
+
+
+def _run_inference(module: Module, norm: Tensor, settings: Settings, finish: bool) -> None:
+    """The module with fixed norms, one of them behind it if `finish`."""
+    _attention_map_inference(*module, norm[:2], norm[:2] if finish else None, *settings)
 
 
 def _module_on_meta(
     dtype: torch.dtype, size: tuple[int, int, int, int], rows: int, heads: int, dim_key: int, content: bool
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+) -> tuple[Module, Tensor]:
     """(x, weight, rel_column, rel_row) of a module, and (5, channels) of its norm, without memory."""
     x = torch.empty(size, dtype=dtype, device="meta").to(memory_format=torch.channels_last)
     column, row = (x.new_empty(2 * length - 1, dim_key // heads) for length in size[2:])
@@ -424,8 +442,7 @@ def _map_gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, .
 attention_map.register_autograd(_map_gradient, setup_context=_save_map)
 
 
-@torch.library.custom_op("gsanet::attention_map_inference", mutates_args=())
-def attention_map_inference(
+def _attention_map_inference(
     x: Tensor,
     weight: Tensor,
     rel_column: Tensor,
@@ -451,24 +468,6 @@ def attention_map_inference(
         content: Whether content attention is on.
         stride: 1, or 2: average 2 x 2 pixels.
     """
-    _compile_inference_ahead(
-        x.device, x.dtype, tuple(x.shape), weight.shape[0], heads, dim_key, content, stride, finish is not None
-    )
-    return _attention_map_inference(x, weight, rel_column, rel_row, norm, finish, heads, dim_key, content, stride)
-
-
-def _attention_map_inference(
-    x: Tensor,
-    weight: Tensor,
-    rel_column: Tensor,
-    rel_row: Tensor,
-    norm: Tensor,
-    finish: Tensor | None,
-    heads: int,
-    dim_key: int,
-    content: bool,
-    stride: int,
-) -> Tensor:
     q, k, v = split(project(x, weight), x, heads, dim_key, content)
     context, wait = start_beside(lambda: None if k is None else calls.context_vectors(k, v).turned, x)
     column = calls.attend(q, v, rel_column.contiguous(), "column").out
@@ -479,44 +478,27 @@ def _attention_map_inference(
     return to_feature_map(out)
 
 
+def _prepared_attention_map_inference(*arguments: Any) -> Tensor:
+    x, weight, *_, finish, heads, dim_key, content, stride = arguments
+    settings = (heads, dim_key, content, stride)
+    _compile_ahead(_run_inference, x.device, x.dtype, tuple(x.shape), weight.shape[0], settings, finish is not None)
+    return _attention_map_inference(*arguments)
+
+
+attention_map_inference = torch.library.custom_op(
+    "gsanet::attention_map_inference",
+    _prepared_attention_map_inference,
+    mutates_args=(),
+    schema=torch.library.infer_schema(_attention_map_inference, mutates_args=()),
+)
+
+
 @attention_map_inference.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    rel_column: Tensor,
-    rel_row: Tensor,
-    norm: Tensor,
-    finish: Tensor | None,
-    heads: int,
-    dim_key: int,
-    content: bool,
-    stride: int,
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    _, dim_key, content, stride = others[-4:]
     batch, _, height, width = x.shape
     dim_out = weight.shape[0] - dim_key * (2 if content else 1)
     return x.new_empty(batch, height // stride, width // stride, dim_out).permute(0, 3, 1, 2)
-
-
-@functools.cache
-def _compile_inference_ahead(
-    device: torch.device,
-    dtype: torch.dtype,
-    size: tuple[int, int, int, int],
-    rows: int,
-    heads: int,
-    dim_key: int,
-    content: bool,
-    stride: int,
-    finish: bool,
-) -> None:
-    """Compile all kernels of a module at once when it is first met."""
-    if device.type != "cuda":
-        return
-    tensors, norm = _module_on_meta(dtype, size, rows, heads, dim_key, content)
-    ends = norm[:2] if finish else None
-    calls.compile_ahead(
-        device, lambda: _attention_map_inference(*tensors, norm[:2], ends, heads, dim_key, content, stride)
-    )
 
 
 refuse_gradients(attention_map_inference)

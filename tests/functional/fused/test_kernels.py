@@ -17,7 +17,7 @@ import random
 
 import pytest
 import torch
-from helpers import relative_error
+from helpers import batch_norms, relative_error
 from torch import nn
 
 import gsanet
@@ -28,7 +28,7 @@ from gsanet.functional import (
     positional_attention,
     use_backend,
 )
-from gsanet.functional.fused import axis_ops, calls, ops
+from gsanet.functional.fused import axis_ops, ops
 from gsanet.functional.fused.plan import Machine
 
 FLOAT, BF16, HALF = torch.float32, torch.bfloat16, torch.float16
@@ -430,6 +430,25 @@ def test_kinds_of_batch_norm(kernels, training, options):
     assert "norm_gradient" in kernels.entries
 
 
+def test_running_statistics_are_kept_as_batch_norms_keep_them(kernels):
+    module = make_module(FLOAT, 16, (4, 3), num_heads=1).to(kernels.device)
+    for words, norm in batch_norms(16):
+        module.norm = norm.to(kernels.device)
+        exact = copy.deepcopy(module).double()
+        for seed in range(2):
+            x = 1 + normal(2, 16, 4, 3, dtype=FLOAT, seed=seed).to(kernels.device, memory_format=torch.channels_last)
+            with kernels.running(), torch.no_grad():
+                out = module(x)
+            with use_backend("reference"), torch.no_grad():
+                check_close(f"output, {words}", out, exact(x.double()), FLOAT)
+        expected = dict(exact.norm.named_buffers())
+        found = dict(norm.named_buffers())
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            check_close(f"{name}, {words}", value, expected[name], FLOAT)
+    assert "norm_statistics" in kernels.entries
+
+
 def test_statistics_far_from_zero(kernels):
     """Values whose mean is many times their spread: the sums are taken about the running mean."""
     module = make_module(FLOAT, 64, (8, 6), content=False)
@@ -602,26 +621,6 @@ def test_one_axis_of_long_lines(kernels):
             assert explain_module(module, x) == "fused: in one call"
             assert relative_error(module(x), usual) < 1e-5
     assert [constants["CONTENT"] for constants in kernels.constants("line_forward")] == [0, 1]
-
-
-def test_kernels_of_one_axis_are_compiled_ahead(planned, monkeypatch):
-    """What a call would launch is compiled when its shapes are first met, all at once."""
-    compiled = []
-    monkeypatch.setattr(calls, "compile_all", lambda kernels, architecture: compiled.append(set(kernels)))
-    monkeypatch.setattr(calls, "architecture_of", lambda device: "sm_90")
-    x, weight, rel = torch.zeros(2, 6, 8, 64).permute(0, 3, 1, 2), torch.zeros(192, 64), torch.zeros(15, 8)
-    settings = ("row", 8, 64, True, 2)
-    out, *kept = axis_ops.attention_map(x, weight, rel, None, *settings)
-    for operation, arguments in (
-        (axis_ops._attention_map, (x, weight, rel, None, *settings)),
-        (axis_ops._attention_map_gradient, (out, x, weight, rel, *kept, *settings)),
-    ):
-        planned.launched.clear()
-        operation(*arguments)
-        for _ in range(2):
-            axis_ops._prepare(torch.device("cuda", 0), operation, arguments)
-        assert compiled.pop() == {plan.kernel for plan in planned.launched}
-        assert not compiled
 
 
 # --- The same again, and NaN.

@@ -20,7 +20,7 @@ from functional.fused.test_kernels import (
     normal,
     same_bits,
 )
-from helpers import relative_error
+from helpers import batch_norms, relative_error
 from timm.layers import BatchNormAct2d, convert_sync_batchnorm
 from timm.models import create_feature_extractor
 from torch import nn
@@ -295,6 +295,21 @@ def test_norm_and_pool_keep_running_statistics(kernels, options):
         check_close("output", out, F.max_pool2d(exact(x.double()).relu(), 3, 2, 1), FLOAT)
     for name, buffer in norm.named_buffers():
         check_close(name, buffer, dict(exact.named_buffers())[name], FLOAT)
+
+
+def test_norm_and_pool_keep_statistics_as_batch_norms_do(kernels):
+    for words, norm in batch_norms(16):
+        norm.to(kernels.device)
+        exact = copy.deepcopy(norm).double()
+        x = 1 + feature_map(kernels, FLOAT, 2, 16, 7, 6)
+        with kernels.running():
+            assert norms.takes(x, norm) == norm.training
+            if norm.training:
+                norms.norm_relu_max_pool(x, norm)
+                exact(x.double())
+        expected = dict(exact.named_buffers())
+        for name, buffer in norm.named_buffers():
+            check_close(f"{name}, {words}", buffer, expected[name], FLOAT)
 
 
 def stem_network(**options):

@@ -1,0 +1,67 @@
+"""The kernels of a module are compiled together before its first launch: those that it launches then, and no others."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import gsanet
+from gsanet.functional import fused
+from gsanet.functional.backends import BACKENDS
+from gsanet.functional.fused import axis_ops, calls, ops
+
+
+def train(network, x):
+    network.train()(x).sum().backward()
+
+
+def evaluate(network, x):
+    network.eval()(x)
+
+
+def infer(network, x):
+    with torch.inference_mode():
+        gsanet.fuse_for_inference(network)(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"stride": 2}, {"content": False}], ids=str)
+@pytest.mark.parametrize("behind", [[], [nn.BatchNorm2d, nn.ReLU]], ids=["alone", "with a norm and a ReLU"])
+@pytest.mark.parametrize("use", [train, evaluate, infer])
+def test_what_is_compiled_is_what_is_launched(planned, monkeypatch, use, behind, options):
+    ahead, compiled = ops._compile_ahead.__wrapped__, []
+    monkeypatch.setattr(ops, "_compile_ahead", lambda run, device, *rest: ahead(run, torch.device("cuda", 0), *rest))
+    monkeypatch.setattr(calls, "architecture_of", lambda device: "sm_90")
+    monkeypatch.setattr(calls, "compile_all", lambda kernels, architecture: compiled.append(set(kernels)))
+    takes_all = replace(fused.BACKEND, refuses=lambda *arguments, **settings: None)
+    monkeypatch.setitem(BACKENDS, "fused", takes_all)
+    norms = [kind(64) if kind is nn.BatchNorm2d else kind() for kind in behind]
+    network = nn.Sequential(gsanet.GlobalSelfAttention(64, feat_size=(8, 6), **options), *norms)
+    x = torch.randn(2, 64, 8, 6).to(memory_format=torch.channels_last)
+    with planned.running(poison=False):
+        use(network, x)
+    assert compiled == [{plan.kernel for plan in planned.launched}]
+    assert ("line_backward" in planned.entries) == (use is train)
+
+
+@pytest.mark.parametrize("options", [{"row": False}, {"column": False, "stride": 2}], ids=str)
+def test_what_is_compiled_for_one_axis_is_what_is_launched(planned, monkeypatch, options):
+    """The gradient's kernels by themselves: here no norm says whether a module is trained."""
+    prepare, compiled = axis_ops._prepare, []
+    monkeypatch.setattr(axis_ops, "_prepare", lambda device, *rest: prepare(torch.device("cuda", 0), *rest))
+    monkeypatch.setattr(calls, "architecture_of", lambda device: "sm_90")
+    monkeypatch.setattr(calls, "compile_all", lambda kernels, architecture: compiled.append(set(kernels)))
+    network = nn.Sequential(gsanet.GlobalSelfAttention(64, feat_size=(8, 6), **options))
+    x = torch.randn(2, 64, 8, 6).to(memory_format=torch.channels_last)
+    axis_ops._compile_ahead.cache_clear()
+    with planned.running(poison=False):
+        train(network, x)
+        train(network, x)
+        assert [{kernel.entry for kernel in kernels} for kernels in compiled] == [
+            {"context_partial", "line_forward"},
+            {"context_partial", "line_backward", "table_gradient"},
+        ]
+        assert set.union(*compiled) == {plan.kernel for plan in planned.launched}
+        infer(nn.Sequential(*network, nn.BatchNorm2d(64), nn.ReLU()), x)
+    assert len(compiled) == 3  # with another kernel, which has the norm and the ReLU
+    assert compiled[2] == {plan.kernel for plan in planned.launched[-2:]}
