@@ -31,7 +31,7 @@ from gsanet.train.data import DataSettings, TrainLoader, open_data
 from gsanet.train.data.batches import IndexedTrainLoader
 from gsanet.train.data.damage import Damage
 from gsanet.train.data.memory import MemoryStore
-from gsanet.train.data.settings import Augment, Plan
+from gsanet.train.data.settings import Plan
 from gsanet.train.data.sources import ArraySource
 
 SMALL_IMAGES = 20_000
@@ -39,7 +39,17 @@ PHOTOGRAPHS = 8192
 DISTINCT_PHOTOGRAPHS = 64
 PHOTOGRAPH_SIZE = (375, 500)
 CLASSES = 10
-PATHS: list[tuple[str, Augment]] = [("in memory", "crop"), ("in memory", "resized_crop"), ("decoded", "resized_crop")]
+POLICY: dict[str, Any] = {"policy": "trivial"}
+ERASE: dict[str, Any] = {"erase": 0.25}
+PATHS: list[tuple[str, dict[str, Any]]] = [
+    ("in memory", {"augment": "crop"}),
+    ("in memory", {"augment": "crop", **POLICY}),
+    ("in memory", {"augment": "crop", **ERASE}),
+    ("in memory", {"augment": "crop", **POLICY, **ERASE}),
+    ("in memory", {"augment": "resized_crop"}),
+    ("decoded", {"augment": "resized_crop"}),
+    ("decoded", {"augment": "resized_crop", **POLICY, **ERASE}),
+]
 
 
 @dataclass(frozen=True)
@@ -78,8 +88,9 @@ def main() -> None:
     chosen = {} if arguments.workers is None else {"workers": arguments.workers}
     with tempfile.TemporaryDirectory() as folder:
         write_photographs(Path(folder))
-        for path, augment in PATHS:
-            settings = DataSettings(img_size=size, augment=augment, **chosen)
+        for path, augmentation in PATHS:
+            augment = ", ".join(value if isinstance(value, str) else name for name, value in augmentation.items())
+            settings = DataSettings(img_size=size, **augmentation, **chosen)
             plan = Plan(settings, arguments.batch_size, 0, 0, 1, torch.device(arguments.device))
             loader = in_memory(plan) if path == "in memory" else decoded(folder, plan)
             batches = endless(loader)

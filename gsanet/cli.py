@@ -565,6 +565,23 @@ def show_recipe(name: Annotated[str, typer.Argument(help="A name from `gsanet re
 
 
 @app.command()
+def preview(
+    recipe: Annotated[str, typer.Option(help="A name from `gsanet recipes`, or a YAML file.")],
+    data: Annotated[str, typer.Option(help="The data set, as for `gsanet train`. Default: the recipe's.")] = "",
+    out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("preview.png"),
+    images: Annotated[int, typer.Option(help="Rows: training images.")] = 8,
+    epochs: Annotated[int, typer.Option(help="Columns, after the one that evaluation would see.")] = 8,
+    settings: Settings = None,
+) -> None:
+    """Draw training images as a recipe shows them to the network, epoch by epoch."""
+    from gsanet.train.preview import draw_preview
+    from gsanet.train.recipe import load_recipe
+
+    draw_preview(load_recipe(recipe, _overrides(settings, {"data.path": data})), out, images, epochs)
+    console.print(f"written: {out}", soft_wrap=True, highlight=False)
+
+
+@app.command()
 def demo(out: Annotated[Path, typer.Option(help="Where the two runs go.")] = Path("runs/quickstart")) -> None:
     """Train a small GSA network and its convolutional twin on scanned digits; then look at a photograph."""
     from gsanet.train.demo import look_at_photograph, train_pair

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
+from PIL import Image
 
 SMALL = ["--set", "model_kwargs.width=0.125", "--set", "model_kwargs.depths=[1, 1]", "--set", "epochs=1"]
 
@@ -54,6 +56,35 @@ def test_train_then_evaluate_then_resume(gsanet, tmp_path):
     code, said = gsanet("train", "--resume", run)
     assert code == 0
     assert "Done: 22 steps" in said
+
+
+def test_training_takes_stronger_augmentation(gsanet, tmp_path):
+    stronger = ["--set", "data.policy=trivial", "--set", "data.erase=0.25"]
+    code, said = gsanet("train", "--recipe", "quickstart", "--out", tmp_path / "run", *SMALL, *stronger)
+    assert code == 0
+    assert "Done: 22 steps" in said
+
+
+def test_preview_shows_what_training_sees(gsanet, tmp_path):
+    picture = tmp_path / "preview.png"
+    shown = ["--recipe", "quickstart", "--out", picture, "--images", 3, "--epochs", 2]
+    code, said = gsanet("preview", *shown, "--set", "data.policy=trivial")
+    assert code == 0
+    assert str(picture) in said
+    with Image.open(picture) as image:
+        assert image.size == (3 * (96 + 4), 3 * (96 + 4))  # three digits, each as evaluation and two epochs see it
+        pixels = np.asarray(image)[::12, ::12]  # one of each enlarged pixel
+    assert gsanet("preview", *shown)[0] == 0
+    with Image.open(picture) as image:
+        plain = np.asarray(image)[::12, ::12]
+    assert np.array_equal(pixels[:, :8], plain[:, :8])
+    assert not np.array_equal(pixels, plain)
+    code, said = gsanet("preview", "--recipe", "quickstart", "--images", 0)
+    assert code == 2
+    assert "at least one of images, got 0" in said
+    code, said = gsanet("preview", "--recipe", "quickstart", "--out", tmp_path / "nowhere" / "preview.png")
+    assert code == 2
+    assert "there is no folder" in said
 
 
 def test_recipes_are_listed_and_shown(gsanet):

@@ -1,9 +1,9 @@
 """The backend `fused`: attention in CUDA C++ kernels, compiled for the shape at hand when it is first met.
 
 Nothing of the size of the scores is ever stored. `ops` holds the operators, `axis_ops` that of modules with one
-positional axis, `calls` one function for each kernel,
-`plan` how shapes are cut into blocks, `compiler` the way from source to launch, `kernels` the source. `norms` and
-`norm_ops` are the batch norms around attention, in training.
+positional axis, `projection` what whole modules share, `calls` one function for each kernel, `plan` how shapes are cut
+into blocks, `compiler` the way from source to launch, `kernels` the source. `norms` and `norm_ops` are the batch norms
+around attention, in training.
 """
 
 import torch

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from gsanet.train.data.augment import Ints, evaluation_views, render, training_views
+from gsanet.train.data.changes import change, training_changes
 from gsanet.train.data.damage import Damage, allowed, decode
 from gsanet.train.data.settings import Plan
 from gsanet.train.data.sources import Source
@@ -70,12 +71,13 @@ class WorkerBatches(Dataset[WorkerBatch]):
 
 def view(plan: Plan, image: Image.Image, sample: int, epoch: int | None) -> Tensor:
     """What the network sees of one image in an epoch, or in evaluation."""
-    size = np.array([[image.height, image.width]])
+    settings, size = plan.settings, np.array([[image.height, image.width]])
     if epoch is None:
-        views = evaluation_views(plan.settings, size)
-    else:
-        views = training_views(plan.settings, size, np.array([sample]), plan.seed, epoch)
-    return render(image, views, 0, plan.settings.img_size)
+        return render(image, evaluation_views(settings, size), 0, settings.img_size)
+    samples = np.array([sample])
+    views = training_views(settings, size, samples, plan.seed, epoch)
+    pixels = render(image, views, 0, settings.img_size)
+    return change(pixels[None], training_changes(settings, samples, plan.seed, epoch))[0]
 
 
 def collate(plan: Plan, views: list[Tensor], labels: list[int], damaged: list[str]) -> WorkerBatch:

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as F
 
 from gsanet.train.data.augment import Ints, Views, evaluation_views, render, render_batch, training_views, view_table
+from gsanet.train.data.changes import change, training_changes
 from gsanet.train.data.damage import Damage, decode
 from gsanet.train.data.loader import Batch, Normalise, iterate
 from gsanet.train.data.settings import DataSettings, Plan
@@ -66,8 +67,11 @@ class MemoryStore:
             table = self._to_device(view_table(self._views(samples, epoch)))
             rows = self._to_device(torch.from_numpy(samples))
             lengths = [len(request) for request in group]
-            for row, views in zip(rows.split(lengths), table.split(lengths), strict=True):
+            for request, row, views in zip(group, rows.split(lengths), table.split(lengths), strict=True):
                 images = render_batch(self.images[row], views, self.plan.settings.img_size)
+                if epoch is not None:
+                    changes = training_changes(self.plan.settings, request, self.plan.seed, epoch)
+                    images = change(images, changes.to(self._to_device))
                 yield self.normalise(images), self.labels[row]
 
     def _views(self, samples: Ints, epoch: int | None) -> Views:

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 
 Augment = Literal["crop", "resized_crop", "none"]
+Policy = Literal["none", "trivial"]
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -33,6 +34,10 @@ class DataSettings:
         scale: Of `resized_crop`: the least and the largest share of the image's area.
         ratio: Of `resized_crop`: the least and the largest width / height of the box.
         flip: How often `crop` and `resized_crop` mirror the image.
+        policy: What training does to the cropped and mirrored image. `trivial`: one of 14 operations on geometry,
+            colour or contrast, each as likely, of random strength (TrivialAugment, as torchvision's
+            `TrivialAugmentWide`).
+        erase: How often training fills a box of 2 to 33 % of the area with `mean`, after that (random erasing).
         crop_pct: Evaluation sees the centre of the image, resized to cover `img_size / crop_pct`.
         in_memory: Decode all images once and keep them on the device. By default when they are small (up to 128x128
             pixels), of one size, and take no more than 4 GiB. `true` also takes larger images and images of several
@@ -52,6 +57,8 @@ class DataSettings:
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: float = 0.5
+    policy: Policy = "none"
+    erase: float = 0.0
     crop_pct: float = 0.875
     in_memory: bool | None = None
     workers: int = field(default_factory=default_workers)
@@ -63,8 +70,9 @@ class DataSettings:
         _require(len(self.img_size) == 2 and min(self.img_size) >= 1, "img_size", self.img_size, "two positive sizes")
         _require(len(self.mean) == 3, "mean", self.mean, "three numbers, one for each channel")
         _require(len(self.std) == 3 and min(self.std) > 0, "std", self.std, "three positive numbers")
-        choices = get_args(Augment)
-        _require(self.augment in choices, "augment", self.augment, "one of " + ", ".join(choices))
+        for name, options in (("augment", get_args(Augment)), ("policy", get_args(Policy))):
+            value = getattr(self, name)
+            _require(value in options, name, value, "one of " + ", ".join(options))
         sees_image = self.augment != "crop" or self.padding < min(self.img_size)
         _require(self.padding >= 0 and sees_image, "padding", self.padding, "0 or more, and below img_size")
         least, most = self.scale
@@ -72,6 +80,7 @@ class DataSettings:
         least, most = self.ratio
         _require(0 < least <= most, "ratio", self.ratio, "two positive ratios, the smaller first")
         _require(0 <= self.flip <= 1, "flip", self.flip, "from 0 to 1")
+        _require(0 <= self.erase <= 1, "erase", self.erase, "from 0 to 1")
         _require(0 < self.crop_pct <= 1, "crop_pct", self.crop_pct, "above 0 and at most 1")
         _require(self.workers >= 0, "workers", self.workers, "0 or more")
         _require(0 <= self.max_bad_fraction < 1, "max_bad_fraction", self.max_bad_fraction, "from 0 to below 1")
