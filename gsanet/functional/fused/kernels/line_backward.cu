@@ -10,8 +10,8 @@
 // On the way in the values may be normalised (NORM_VALUES) and the gradient may be that of a batch norm's input
 // (NORM_GRADIENT: a dY + b Y + c) or of a 2 x 2 mean (POOL). Of content attention the kernel of the rows, which has the
 // gradient of the output, takes dQ += dY C^T (CONTENT_QUERIES), that of the columns, which has V, takes dK and dV
-// (CONTENT_KEYS); a module with one axis has both in one kernel. ACCUMULATE adds to the dQ that is there already; STATISTICS sums dV and dV times the normalised values
-// for each channel: the gradients of the batch norm's weight and bias.
+// (CONTENT_KEYS); the only kernel of a module with one axis takes both. ACCUMULATE adds to the dQ that is there already;
+// STATISTICS sums dV and dV times the normalised values for each channel: the gradients of the batch norm's weight and bias.
 #include "scores.cuh"
 
 static_assert(LENGTH <= BAND, "all scores of 16 pixels are held at once");
