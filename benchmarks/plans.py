@@ -23,13 +23,14 @@ from gsanet.functional.fused import calls, plan
 from gsanet.functional.fused.compiler import architecture_of, compile_all
 
 HEADS = 8
-LINES = ("column", "row", "row's gradient", "column's gradient")  # the kernels that a plan cuts
+# The kernels that a plan cuts; "line" is the only one of a module with one axis.
+LINES = ("column", "row", "row's gradient", "column's gradient", "line", "line's gradient")
 Cut = tuple[int, int, int, int]
 Run = Callable[[], object]
 
 
 def kernels(height: int, width: int, channels: int, batch: int, pool: bool) -> dict[str, Run]:
-    """The four line kernels of a module in training, as functions to call."""
+    """The kernels of a module in training, as functions to call: with both axes, and with rows only."""
 
     def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(*shape, device="cuda").to(dtype)
@@ -55,6 +56,10 @@ def kernels(height: int, width: int, channels: int, batch: int, pool: bool) -> d
         "column's gradient": lambda: calls.attend_gradient(
             q, v, column_table, d_column, "column", d_q, d_v,
             accumulate=True, coefficients=applied, normalised=column, content=content,
+        ),
+        "line": lambda: calls.attend(q, v, row_table, "row", context=vectors.turned, pool=pool),
+        "line's gradient": lambda: calls.attend_gradient(
+            q, v, row_table, d_out, "row", d_q, d_v, context=vectors.context, content=content, pool=pool
         ),
         "context vectors": lambda: calls.context_vectors(k, v),
         "their gradient": lambda: calls.context_gradient(q, d_out, vectors, pool),

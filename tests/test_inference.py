@@ -17,7 +17,7 @@ import gsanet
 from gsanet import GlobalSelfAttention, fuse_for_inference
 from gsanet.functional import fused, global_self_attention_map, use_backend
 from gsanet.functional.backends import BACKENDS, Backend
-from gsanet.functional.fused import calls, ops
+from gsanet.functional.fused import axis_ops, calls, ops
 from gsanet.functional.fused.plan import Machine
 from gsanet.inference import InferenceSelfAttention
 
@@ -379,10 +379,34 @@ def test_a_module_is_one_operator(on_host):
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{"row": False}, {"column": False, "content": False}, {"column": False, "row": False}], ids=str
+)
+def test_a_module_with_one_axis_is_one_operator(on_host, dtype, options):
+    module = GlobalSelfAttention(32, feat_size=8, num_heads=4, stride=2, **options)
+    block = trained(nn.Sequential(module, nn.BatchNorm2d(32), nn.ReLU())).eval()
+    folded = fuse_for_inference(block).to(dtype)
+    x = torch.randn(2, 32, 6, 8)
+    with torch.no_grad(), use_backend("reference"):
+        expected = block.double()(x.double())
+    kernels = ["context_partial", "line_forward"] if module.content else ["line_forward"]
+    with use_backend("fused"), torch.no_grad():
+        assert relative_error(folded(x.to(dtype)), expected) < {torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+        assert on_host == kernels
+        compiled = torch.compile(folded, fullgraph=True, backend="aot_eager")
+        assert relative_error(compiled(x.to(dtype)), expected) < {torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+        assert on_host == 2 * kernels
+
+
+@needs_compiler
 def test_the_operator_has_no_gradient(on_host):
     x = torch.randn(1, 16, 4, 4, requires_grad=True)
     tables = torch.randn(2, 7, 8)
     out = ops.attention_map_inference(x, torch.randn(48, 16), *tables, *torch.randn(2, 2, 16), 2, 16, True, 1)
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        out.sum().backward()
+    out, *_ = axis_ops.attention_map(x, torch.randn(48, 16), tables[0], torch.randn(2, 16), "row", 2, 16, True, 1)
     with pytest.raises(RuntimeError, match="has no gradient"):
         out.sum().backward()
 
@@ -392,8 +416,8 @@ def test_what_the_kernels_refuse(on_host):
     norm = torch.randn(2, 16)
     settings = {"num_heads": 2, "dim_key": 16, "content": True, "reach": None, "stride": 1}
 
-    def reason(x=x, norm=norm, **changes):
-        return fused._refuses_map(x, weight, table, table, norm, **{**settings, **changes})
+    def reason(x=x, columns=table, rows=table, norm=norm, **changes):
+        return fused._refuses_map(x, weight, columns, rows, norm, **{**settings, **changes})
 
     assert reason() is None
     assert reason(finish=norm) is None
@@ -404,6 +428,11 @@ def test_what_the_kernels_refuse(on_host):
     assert "up to" in reason(x=torch.randn(1, 16, 4, 400))
     assert "empty" in reason(x=x[:0])
     assert "only where" in reason(norm=nn.BatchNorm2d(16), finish=norm)
+    assert reason(x=x.clone().requires_grad_(), columns=None) is None
+    assert reason(finish=norm, columns=None) is None
+    assert "no gradient" in reason(x=x.clone().requires_grad_(), columns=None, finish=norm)
+    assert "float32" in reason(columns=None, finish=norm.double())
+    assert "nothing to attend by" in reason(columns=None, rows=None, content=False)
     arguments = {"num_heads": 2, "dim_key": 16}
     with pytest.raises(ValueError, match=r"finish must hold a scale and a shift for each channel, \(2, 16\)"):
         global_self_attention_map(x, weight, table, table, norm, finish=norm[:1], **arguments)

@@ -1,15 +1,16 @@
 """The backend `fused`: attention in CUDA C++ kernels, compiled for the shape at hand when it is first met.
 
-Nothing of the size of the scores is ever stored. `ops` holds the operators, `calls` one function for each kernel,
-`plan` how shapes are cut into blocks, `compiler` the way from source to launch, `kernels` the source. `norms` and
-`norm_ops` are the batch norms around attention, in training.
+Nothing of the size of the scores is ever stored. `ops` holds the operators, `axis_ops` that of modules with one
+positional axis, `projection` what whole modules share, `calls` one function for each kernel, `plan` how shapes are cut
+into blocks, `compiler` the way from source to launch, `kernels` the source. `norms` and `norm_ops` are the batch norms
+around attention, in training.
 """
 
 import torch
 from torch import Tensor, nn
 
 from gsanet.functional.backends import Axis, Backend, Norm, Operation
-from gsanet.functional.fused import available, ops
+from gsanet.functional.fused import available, axis_ops, ops
 from gsanet.functional.fused.norms import centre_of, in_float32, keep_statistics
 from gsanet.functional.fused.plan import LONGEST, SCALARS, WIDTHS
 from gsanet.functional.lean import fit_table
@@ -28,8 +29,8 @@ def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, reach: i
 def attention_map(
     x: Tensor,
     weight: Tensor,
-    rel_column: Tensor,
-    rel_row: Tensor,
+    rel_column: Tensor | None,
+    rel_row: Tensor | None,
     norm: Norm | Tensor | None,
     *,
     finish: Tensor | None = None,
@@ -40,6 +41,11 @@ def attention_map(
     stride: int,
 ) -> Tensor:
     """As `gsanet.functional.global_self_attention_map`; the norm is a batch norm, or its scale and shift."""
+    if rel_column is None or rel_row is None:
+        axis, rel, length = ("row", rel_row, x.shape[3]) if rel_column is None else ("column", rel_column, x.shape[2])
+        # Content attention alone has no embeddings; those of zero add nothing to it.
+        rel = x.new_zeros(2 * length - 1, dim_key // num_heads) if rel is None else fit_table(rel, length, reach)
+        return axis_ops.attention_map(x, weight, rel, finish, axis, num_heads, dim_key, content, stride)[0]
     rel_column, rel_row = (
         fit_table(rel, length, reach) for rel, length in zip((rel_column, rel_row), x.shape[2:], strict=True)
     )
@@ -111,15 +117,19 @@ def _refuses_map(
     reach: int | None,
     stride: int,
 ) -> str | None:
-    if rel_column is None or rel_row is None:
-        return "its kernel of the whole module takes columns and rows together"
+    if not content and rel_column is None and rel_row is None:
+        return "there is nothing to attend by"
     height, width = x.shape[2:]
     if stride not in (1, 2) or (stride == 2 and (height % 2 or width % 2 or num_heads > 8)):
         return f"its kernel of the whole module pools 2 x 2 pixels of even maps, not by {stride} on {height} x {width}"
     dim_value = weight.shape[0] - dim_key * (2 if content else 1)
     shape = (height, width, num_heads, dim_key // num_heads, dim_value // num_heads)
+    if rel_column is None or rel_row is None:
+        tensors = [tensor for tensor in (x, weight, rel_column, rel_row) if tensor is not None]
+        return _refuses_one_axis(tensors, "row" if rel_column is None else "column", finish, shape, content, stride)
     if isinstance(norm, Tensor):
-        return _refuses_inference((x, weight, rel_column, rel_row), norm, finish, shape, stride)
+        fixed = [norm] if finish is None else [norm, finish]
+        return _refuses_lines([x, weight, rel_column, rel_row], fixed, shape, ("column", "row"), stride)
     if finish is not None:
         return "its kernel of the whole module has a last scale, shift and ReLU only where the norm is one too"
     if type(norm) is not nn.BatchNorm2d:
@@ -137,12 +147,32 @@ def _refuses_map(
     return None
 
 
-def _refuses_inference(
-    tensors: tuple[Tensor, ...], norm: Tensor, finish: Tensor | None, shape: tuple[int, int, int, int, int], stride: int
+def _refuses_one_axis(
+    tensors: list[Tensor],
+    axis: Axis,
+    finish: Tensor | None,
+    shape: tuple[int, int, int, int, int],
+    content: bool,
+    stride: int,
 ) -> str | None:
+    if (reason := _refuses_lines(tensors, [] if finish is None else [finish], shape, (axis,), stride)) is not None:
+        return reason
+    gradient = {"backward": True, "pool": stride == 2, "content_keys": content}
+    if _differentiated(*tensors) and not ops.fits(tensors[0], shape, axis, **gradient):
+        return f"a {axis} of a map of {shape[0]} x {shape[1]} pixels does not fit into its kernel of the gradients"
+    return None
+
+
+def _refuses_lines(
+    tensors: list[Tensor],
+    fixed: list[Tensor],
+    shape: tuple[int, int, int, int, int],
+    axes: tuple[Axis, ...],
+    stride: int,
+) -> str | None:
+    """Of the kernels of lines without statistics; `fixed` are scales and shifts, with which there is no gradient."""
     x = tensors[0]
-    fixed = (norm,) if finish is None else (norm, finish)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *fixed)):
+    if fixed and _differentiated(*tensors, *fixed):
         return "its kernels of a module with fixed norms have no gradient"
     if any(tensor.dtype != torch.float32 for tensor in fixed):
         return f"its kernels take scales and shifts in float32, not {', '.join(str(tensor.dtype) for tensor in fixed)}"
@@ -153,10 +183,14 @@ def _refuses_inference(
         return "the map is empty"
     if max(height, width) > LONGEST:
         return f"its kernels take maps of up to {LONGEST} x {LONGEST} pixels, not {height} x {width}"
-    for axis in ("column", "row"):
-        if not ops.fits(x, shape, axis, backward=False, pool=axis == "row" and stride == 2):
+    for axis in axes:
+        if not ops.fits(x, shape, axis, backward=False, pool=axis == axes[-1] and stride == 2):
             return f"a line of a map of {height} x {width} pixels with heads this wide does not fit into shared memory"
     return None
+
+
+def _differentiated(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 BACKEND = Backend("fused", content_attention, positional_attention, refuses, attention_map)

@@ -156,7 +156,7 @@ def attend(
 
 
 class ContentGradient(NamedTuple):
-    """What the column layer's gradient needs for that of the keys and values in content attention."""
+    """What a line layer's gradient needs for that of the keys and values in content attention."""
 
     keys: Tensor
     d_keys: Tensor  # written
@@ -258,8 +258,8 @@ def attend_gradient(
     if content is not None:
         values.keys = arguments.line_map(content.keys, axis)
         values.d_keys = arguments.line_map(content.d_keys, axis)
-        values.context = content.gradient.data_ptr()
-        values.context_turned = content.gradient_turned.data_ptr()
+        values.d_context = content.gradient.data_ptr()
+        values.d_context_turned = content.gradient_turned.data_ptr()
         values.key_max = content.key_max.data_ptr()
         values.key_offset = content.key_offset.data_ptr()
     _launch(plan, values, q)

@@ -18,11 +18,16 @@ from gsanet.functional.backends import Axis
 from gsanet.functional.fused import calls
 from gsanet.functional.fused.beside import start_beside
 from gsanet.functional.fused.plan import Shape, plan_line
+from gsanet.functional.fused.projection import (
+    empty_results,
+    kept,
+    no_context,
+    project,
+    project_gradient,
+    split,
+    to_feature_map,
+)
 from gsanet.functional.inference_only import refuse_gradients
-
-# A module of fewer channels projects q, k and v again in the backward pass: three maps less in memory, for a product
-# whose time is that of reading and writing these maps. With more channels it takes longer, and they are kept.
-KEPT = 256
 
 
 @torch.library.custom_op("gsanet::positional_attention", mutates_args=())
@@ -85,7 +90,14 @@ def _long_line_gradient(q: Tensor, v: Tensor, rel: Tensor, d_out: Tensor) -> tup
     return d_q, d_v, shifted.unflatten(0, (length, 2 * length - 1)).sum(0)
 
 
-def fits(like: Tensor, shape: tuple[int, int, int, int, int], axis: str, backward: bool, pool: bool = False) -> bool:
+def fits(
+    like: Tensor,
+    shape: tuple[int, int, int, int, int],
+    axis: str,
+    backward: bool,
+    pool: bool = False,
+    content_keys: bool = False,
+) -> bool:
     """Whether the kernel of positional attention, or of its gradient, takes lines of this shape.
 
     Args:
@@ -94,9 +106,10 @@ def fits(like: Tensor, shape: tuple[int, int, int, int, int], axis: str, backwar
         axis: The axis.
         backward: The gradient's kernel.
         pool: Whether the output is pooled.
+        content_keys: Whether the gradient's kernel has the keys too.
     """
     # torch.compile may have the sizes as symbols: `index` makes them numbers, for which it then compiles.
-    return _fits(like.dtype, like.device.index or 0, *map(index, shape), axis, backward, pool)
+    return _fits(like.dtype, like.device.index or 0, *map(index, shape), axis, backward, pool, content_keys)
 
 
 def fits_module(like: Tensor, shape: tuple[int, int, int, int, int], stride: int) -> bool:
@@ -116,9 +129,12 @@ def _fits(
     axis: str,
     backward: bool,
     pool: bool,
+    content_keys: bool,
 ) -> bool:
     machine, shape = calls.machine(torch.device("cuda", device)), Shape(dtype, heads, key, value, vector=False)
-    return plan_line(machine, shape, height if axis == "column" else width, 1, backward=backward, pool=pool) is not None
+    length = height if axis == "column" else width
+    plan = plan_line(machine, shape, length, 1, backward=backward, pool=pool, content_keys=content_keys)
+    return plan is not None
 
 
 @torch.compiler.assume_constant_result
@@ -248,10 +264,10 @@ def _attention_map(
         dimensions because torch.compile would copy it, taking it for a map that it wants channels-last, and back again
         before the backward pass.
     """
-    projected = _project(x, weight)
-    q, k, v = _split(projected, x, heads, dim_key, content)
+    projected = project(x, weight)
+    q, k, v = split(projected, x, heads, dim_key, content)
     rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()
-    vectors = calls.context_vectors(k, v) if k is not None else _no_context(x)
+    vectors = calls.context_vectors(k, v) if k is not None else no_context(x)
     column, statistics = calls.attend(q, v, rel_column, "column", centre=centre if applied is None else None)
     if statistics is not None:
         count = x.shape[0] * x.shape[2] * x.shape[3]
@@ -261,7 +277,7 @@ def _attention_map(
         applied = applied.clone()  # an operator's results are never its arguments
     turned = vectors.turned if content else None
     out = calls.attend(q, column, rel_row, "row", norm=applied, context=turned, pool=stride == 2).out
-    return _to_feature_map(out), column, applied, *vectors, projected if x.shape[1] >= KEPT else x.new_empty(0)
+    return to_feature_map(out), column, applied, *vectors, kept(projected, x)
 
 
 def _prepared_attention_map(*arguments: Any) -> tuple[Tensor, ...]:
@@ -282,14 +298,8 @@ attention_map = torch.library.custom_op(
 @attention_map.register_fake
 def _(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
     heads, dim_key, content, stride, _ = others[-5:]
-    batch, _, height, width = x.shape
-    dim_out = weight.shape[0] - dim_key * (2 if content else 1)
-    q = x.new_empty(batch, height, width, heads, dim_key // heads)
-    v = x.new_empty(batch, height, width, heads, dim_out // heads)
-    out = x.new_empty(batch, height // stride, width // stride, heads, dim_out // heads)
-    vectors = calls.empty_context(q, v) if content else _no_context(x)
-    projected = x.new_empty(batch * height * width, weight.shape[0]) if x.shape[1] >= KEPT else x.new_empty(0)
-    return _to_feature_map(out), v, x.new_empty(5, dim_out, dtype=torch.float32), *vectors, projected
+    out, column, vectors, projected = empty_results(x, weight, heads, dim_key, content, stride)
+    return out, column, x.new_empty(5, out.shape[1], dtype=torch.float32), *vectors, projected
 
 
 def _attention_map_gradient(
@@ -315,11 +325,11 @@ def _attention_map_gradient(
 
     `fixed`: the batch norm's statistics were given.
     """
-    q, k, v = _split(projected if projected.numel() else _project(x, weight), x, heads, dim_key, content)
+    q, k, v = split(projected if projected.numel() else project(x, weight), x, heads, dim_key, content)
     batch, height, width = q.shape[:3]
     rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()
     d_projected = q.new_empty(batch * height * width, weight.shape[0])
-    d_q, d_k, d_v = _split(d_projected, x, heads, dim_key, content)
+    d_q, d_k, d_v = split(d_projected, x, heads, dim_key, content)
     d_out = d_out.permute(0, 2, 3, 1).contiguous()
     if d_out.data_ptr() % 16:
         d_out = d_out.clone()  # the sums of channels need whole accesses
@@ -341,9 +351,7 @@ def _attention_map_gradient(
         q, v, rel_column, d_normalised, "column", d_q, d_v,
         accumulate=True, coefficients=coefficients, normalised=column, content=content_gradient,
     )  # fmt: skip
-    d_x = (d_projected @ weight).unflatten(0, (batch, height, width)).permute(0, 3, 1, 2)
-    d_weight = d_projected.T @ _pixels(x)
-    return d_x, d_weight, columns.d_rel, row.d_rel, coefficients[3:5].clone()
+    return *project_gradient(d_projected, x, weight), columns.d_rel, row.d_rel, coefficients[3:5].clone()
 
 
 attention_map_gradient = torch.library.custom_op(
@@ -460,14 +468,14 @@ def _attention_map_inference(
         content: Whether content attention is on.
         stride: 1, or 2: average 2 x 2 pixels.
     """
-    q, k, v = _split(_project(x, weight), x, heads, dim_key, content)
+    q, k, v = split(project(x, weight), x, heads, dim_key, content)
     context, wait = start_beside(lambda: None if k is None else calls.context_vectors(k, v).turned, x)
     column = calls.attend(q, v, rel_column.contiguous(), "column").out
     wait()
     out = calls.attend(
         q, column, rel_row.contiguous(), "row", norm=norm, context=context, finish=finish, pool=stride == 2
     ).out  # fmt: skip
-    return _to_feature_map(out)
+    return to_feature_map(out)
 
 
 def _prepared_attention_map_inference(*arguments: Any) -> Tensor:
@@ -494,36 +502,6 @@ def _(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
 
 
 refuse_gradients(attention_map_inference)
-
-
-def _pixels(x: Tensor) -> Tensor:
-    """(batch, channels, height, width) as (pixels, channels): a view of a channels-last map."""
-    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
-
-
-def _project(x: Tensor, weight: Tensor) -> Tensor:
-    return _pixels(x) @ weight.T
-
-
-def _split(
-    projected: Tensor, x: Tensor, heads: int, dim_key: int, content: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """q, k and v, maps as large as x, of one tensor (pixels, channels of all)."""
-    keys = dim_key if content else 0
-    widths = (dim_key, keys, projected.shape[1] - dim_key - keys)
-    maps = projected.view(x.shape[0], x.shape[2], x.shape[3], sum(widths)).split(widths, dim=3)
-    q, k, v = (part.unflatten(-1, (heads, part.shape[-1] // heads)) for part in maps)
-    return q, k if content else None, v
-
-
-def _no_context(x: Tensor) -> calls.ContextVectors:
-    return calls.ContextVectors(
-        *(x.new_empty(0) for _ in range(2)), *(x.new_empty(0, dtype=torch.float32) for _ in range(2))
-    )
-
-
-def _to_feature_map(x: Tensor) -> Tensor:
-    return x.flatten(3).permute(0, 3, 1, 2)
 
 
 def _like_map(x: Tensor) -> Tensor:

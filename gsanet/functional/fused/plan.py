@@ -158,7 +158,7 @@ def _most_pairs(shape: Shape, length: int, backward: bool, features: Mapping[str
     if backward and length <= 8 and widest > 32:
         few = length % 4 == 0 or not features.get("content_keys")
     elif backward:
-        few = length <= SHORT and widest == 32 and features.get("pool", False)
+        few = length <= SHORT and widest == 32 and features.get("pool", False) and not features.get("content_keys")
     else:
         few = length <= SHORT and widest * length > 256
     return 8 if few else 16

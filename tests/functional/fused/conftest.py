@@ -69,7 +69,8 @@ class _OnGPU:
 
     def __init__(self, tensor: torch.Tensor):
         self.device = torch.device("cuda", 0)
-        self.dtype, self.shape = tensor.dtype, tensor.shape
+        self.dtype, self.shape, self.requires_grad = tensor.dtype, tensor.shape, tensor.requires_grad
+        self.numel = tensor.numel
 
 
 def _refuses(operation, *arguments, **settings):

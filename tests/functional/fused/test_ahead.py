@@ -9,7 +9,7 @@ from torch import nn
 import gsanet
 from gsanet.functional import fused
 from gsanet.functional.backends import BACKENDS
-from gsanet.functional.fused import calls, ops
+from gsanet.functional.fused import axis_ops, calls, ops
 
 
 def train(network, x):
@@ -42,3 +42,26 @@ def test_what_is_compiled_is_what_is_launched(planned, monkeypatch, use, behind,
         use(network, x)
     assert compiled == [{plan.kernel for plan in planned.launched}]
     assert ("line_backward" in planned.entries) == (use is train)
+
+
+@pytest.mark.parametrize("options", [{"row": False}, {"column": False, "stride": 2}], ids=str)
+def test_what_is_compiled_for_one_axis_is_what_is_launched(planned, monkeypatch, options):
+    """The gradient's kernels by themselves: here no norm says whether a module is trained."""
+    prepare, compiled = axis_ops._prepare, []
+    monkeypatch.setattr(axis_ops, "_prepare", lambda device, *rest: prepare(torch.device("cuda", 0), *rest))
+    monkeypatch.setattr(calls, "architecture_of", lambda device: "sm_90")
+    monkeypatch.setattr(calls, "compile_all", lambda kernels, architecture: compiled.append(set(kernels)))
+    network = nn.Sequential(gsanet.GlobalSelfAttention(64, feat_size=(8, 6), **options))
+    x = torch.randn(2, 64, 8, 6).to(memory_format=torch.channels_last)
+    axis_ops._compile_ahead.cache_clear()
+    with planned.running(poison=False):
+        train(network, x)
+        train(network, x)
+        assert [{kernel.entry for kernel in kernels} for kernels in compiled] == [
+            {"context_partial", "line_forward"},
+            {"context_partial", "line_backward", "table_gradient"},
+        ]
+        assert set.union(*compiled) == {plan.kernel for plan in planned.launched}
+        infer(nn.Sequential(*network, nn.BatchNorm2d(64), nn.ReLU()), x)
+    assert len(compiled) == 3  # with another kernel, which has the norm and the ReLU
+    assert compiled[2] == {plan.kernel for plan in planned.launched[-2:]}

@@ -6,6 +6,7 @@ compiled kernels are kept (see `gsanet.functional.fused.compiler`).
 """
 
 import functools
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -36,6 +37,13 @@ MACHINES = {
 # some room for another compiler.
 MOST_SPILLED = {"line_forward": 320, "line_backward": 1300}
 REGISTERS = 65536  # of a multiprocessor
+LINES_AND_CONTEXT = {
+    "line_forward", "line_backward", "table_gradient", "context_partial", "context_combine", "context_gradient",
+}  # fmt: skip
+
+
+# Rows of Table 4; on square maps rows alone need the kernels of columns alone.
+FEWER_COMPONENTS = ({"row": False}, {"column": False}, {"content": False, "row": False})
 
 
 @functools.cache
@@ -50,11 +58,11 @@ def kinds_of_modules(network: str) -> list[tuple[int, int, tuple[int, int], int,
     )
 
 
-def launches(planned, network: str) -> list[Launch]:
+def launches(planned, network: str, **components: bool) -> list[Launch]:
     """What one step of training and one of evaluation launch."""
     planned.launched.clear()
     for dim, *options in kinds_of_modules(network):
-        module = gsanet.GlobalSelfAttention(dim, *options, dtype=torch.bfloat16)
+        module = gsanet.GlobalSelfAttention(dim, *options, **components, dtype=torch.bfloat16)
         x = torch.zeros(1, dim, *module.feat_size, dtype=torch.bfloat16, requires_grad=True)
         module(x).sum().backward()
         module.eval()(x)
@@ -71,11 +79,22 @@ def test_kernels_of_the_networks_compile_and_fit(planned, architecture):
         # All networks at once: many of their kernels are the same, and none is compiled twice.
         plans.update(dict.fromkeys(plan for name in NETWORKS for plan in launches(planned, name)))
     binaries = compile_all([plan.kernel for plan in plans], architecture, workers=2)
-    assert {plan.kernel.entry for plan in plans} == {
-        "line_forward", "line_backward", "context_partial", "context_combine", "context_gradient",
-        "norm_statistics", "norm_gradient", "table_gradient",
-    }  # fmt: skip
+    assert {plan.kernel.entry for plan in plans} == LINES_AND_CONTEXT | {"norm_statistics", "norm_gradient"}
     check_that_they_fit(machine, binaries, plans)
+
+
+def test_kernels_of_networks_with_fewer_components_compile_and_fit(planned):
+    """Modules with one axis, in large batches on an H200: each is one kernel of lines, and few more, each way."""
+    planned.machine = replace(MACHINES["sm_90"], multiprocessors=1)
+    networks = itertools.product(("gsa_resnet50", "gsa_resnet38 at 64 pixels"), FEWER_COMPONENTS)
+    found = [launches(planned, name, **components) for name, components in networks]
+    for one in found:
+        for plan in one:
+            constants = dict(plan.kernel.constants)
+            assert plan.kernel.entry in LINES_AND_CONTEXT
+            assert not any(constants.get(name) for name in ("NORM_VALUES", "NORM_GRADIENT", "ACCUMULATE", "STATISTICS"))
+    plans = dict.fromkeys(itertools.chain(*found))
+    check_that_they_fit(MACHINES["sm_90"], compile_all([plan.kernel for plan in plans], "sm_90", workers=2), plans)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

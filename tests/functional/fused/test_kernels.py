@@ -28,7 +28,7 @@ from gsanet.functional import (
     positional_attention,
     use_backend,
 )
-from gsanet.functional.fused import ops
+from gsanet.functional.fused import axis_ops, ops
 from gsanet.functional.fused.plan import Machine
 
 FLOAT, BF16, HALF = torch.float32, torch.bfloat16, torch.float16
@@ -319,6 +319,8 @@ def make_module(dtype, dim, size, *, seed=1, whole=True, **options):
     module = gsanet.GlobalSelfAttention(dim, feat_size=size, **options)
     nn.init.normal_(module.qkv.weight, std=dim**-0.5)
     norm = module.norm
+    if norm is None:
+        return module.to(dtype)
     if norm.affine:
         nn.init.normal_(norm.weight, 1.0, 0.2)
         nn.init.normal_(norm.bias, 0.0, 0.3)
@@ -524,6 +526,103 @@ def test_some_parameters_are_frozen(kernels):
             assert parameter.grad is None
 
 
+# --- The whole module without columns, rows or both.
+
+COLUMN, ROW = {"row": False}, {"column": False}
+ALONE = {"content": False}
+CONTENT = {"column": False, "row": False}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batch", "dim", "size", "options"),
+    [
+        (FLOAT, 2, 64, (8, 6), COLUMN),
+        (BF16, 2, 64, (8, 6), COLUMN | {"stride": 2}),
+        (HALF, 3, 32, (7, 5), COLUMN | ALONE | {"num_heads": 4}),  # two images in a block, a line left over
+        (FLOAT, 3, 24, (6, 10), COLUMN | ALONE | {"num_heads": 3, "stride": 2}),
+        (BF16, 1, 256, (18, 16), COLUMN),  # content attention in pieces; q, k and v are kept
+        (HALF, 2, 64, (8, 6), ROW),
+        (FLOAT, 2, 64, (6, 2), ROW | {"stride": 2}),
+        (BF16, 2, 64, (5, 8), ROW | ALONE | {"reach": 3}),
+        (FLOAT, 2, 20, (4, 9), ROW | {"num_heads": 3, "dim_key": 27, "dim_out": 60}),  # moved one at a time
+        (HALF, 2, 64, (8, 6), CONTENT),
+        (BF16, 2, 64, (8, 6), CONTENT | {"stride": 2}),
+    ],
+    ids=str,
+)
+def test_module_with_one_axis(kernels, dtype, batch, dim, size, options):
+    module = make_module(dtype, dim, size, **options).train()
+    check_module(kernels, module, dtype, batch, size)
+    content = options.get("content", True)
+    assert ("context_partial" in kernels.entries) == content
+    for entry, switches in (
+        ("line_forward", {"CONTENT": content}),
+        ("line_backward", {"CONTENT_QUERIES": content, "CONTENT_KEYS": content, "ACCUMULATE": False}),
+    ):
+        # Each is launched once a step, of which there are three on the host, and does all that there is to do.
+        launched = kernels.constants(entry)
+        assert len(launched) == (3 if kernels.device == "cpu" else 1)
+        for constants in launched:
+            assert constants["POOL"] == (module.stride == 2)
+            assert constants["LENGTH"] == size[0 if module.rel_column is not None else 1]
+            assert switches.items() <= constants.items()
+
+
+@pytest.mark.filterwarnings("ignore:a map of 8x6 is larger")
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+def test_one_axis_of_maps_of_another_size(kernels, memory_format):
+    module = make_module(FLOAT, 64, (7, 9), keep_reach=True, row=False).train()
+    check_module(kernels, module, FLOAT, 2, (8, 6), memory_format=memory_format)
+
+
+def test_one_axis_and_a_gradient_that_is_not_at_16_bytes(kernels):
+    d_out = normal(2 * 64 * 12 + 1, dtype=BF16).to(kernels.device)[1:].view(2, 4, 3, 64).permute(0, 3, 1, 2)
+    check_module(kernels, make_module(BF16, 64, (8, 6), row=False, stride=2), BF16, 2, (8, 6), d_out=d_out)
+
+
+def test_one_axis_and_a_bad_image(kernels):
+    module = make_module(BF16, 64, (8, 6), row=False, stride=2).to(kernels.device)
+    x = normal(3, 64, 8, 6, dtype=BF16).to(kernels.device, memory_format=torch.channels_last)
+    worse = x.clone()
+    worse[1] = float("nan")
+    with kernels.running():
+        expected, found = (step(module, one, x[:, :, ::2, ::2]) for one in (x, worse))
+    for name in ("output", "gradient of x"):
+        assert torch.equal(found[name][[0, 2]], expected[name][[0, 2]])
+        assert found[name][1].isnan().all()
+
+
+@pytest.mark.parametrize("options", [COLUMN, CONTENT], ids=str)
+def test_one_axis_compiled_under_autocast(kernels, options):
+    module = make_module(FLOAT, 64, (8, 6), stride=2, **options).to(kernels.device).train()
+    compiled_module = copy.deepcopy(module)
+    with counting_compilations() as (graphs, backend), kernels.running(poison=False):
+        compiled = torch.compile(compiled_module, fullgraph=True, backend=backend)
+        for batch in (2, 3):
+            x = normal(batch, 64, 8, 6, dtype=FLOAT).to(kernels.device, memory_format=torch.channels_last)
+            d_out = x[:, :, ::2, ::2]
+            with torch.autocast(kernels.device, dtype=BF16):
+                usual, again = step(module, x, d_out), step(compiled, x, d_out)
+            assert usual["output"].dtype == BF16
+            assert usual["gradient of x"].dtype == usual["gradient of qkv.weight"].dtype == FLOAT
+            assert same_bits(usual.values(), again.values())
+        assert len(graphs) <= 2  # one batch size, then any
+        assert "attention_map_of_one_axis" in graphs[0].code
+
+
+def test_one_axis_of_long_lines(kernels):
+    """The gradients of lines of more than 64 pixels are computed layer by layer."""
+    module = make_module(FLOAT, 64, (66, 2), row=False).to(kernels.device)
+    x = normal(1, 64, 66, 2, dtype=FLOAT).to(kernels.device)
+    with kernels.running():
+        assert "column of a map of 66 x 2 pixels does not fit" in explain_module(module, x)
+        usual = module(x)
+        with torch.no_grad():
+            assert explain_module(module, x) == "fused: in one call"
+            assert relative_error(module(x), usual) < 1e-5
+    assert [constants["CONTENT"] for constants in kernels.constants("line_forward")] == [0, 1]
+
+
 # --- The same again, and NaN.
 
 
@@ -679,6 +778,12 @@ def opcheck_arguments(device):
         out, *kept = ops.attention_map(*tensors, None, None, centre, None, *settings, 1e-5)
         yield ops.attention_map, (*tensors, None, None, centre, kept[1], *settings, 1e-5)
         yield ops.attention_map_gradient, (torch.ones_like(out), *tensors, *kept, *settings, False)
+    weight = normal(48, 5, dtype=FLOAT).to(device).requires_grad_()
+    settings = ("row", 2, 16, True, 2)
+    yield axis_ops.attention_map, (x, weight, row, None, *settings)
+    tensors = [one.detach() for one in (x, weight, row)]
+    out, *kept = axis_ops.attention_map(*tensors, None, *settings)
+    yield axis_ops.attention_map_gradient, (torch.ones_like(out), *tensors, *kept, *settings)
 
 
 def test_operators_are_registered_as_they_should_be(kernels):
@@ -688,7 +793,7 @@ def test_operators_are_registered_as_they_should_be(kernels):
         for operator, arguments in opcheck_arguments(kernels.device):
             torch.library.opcheck(operator, arguments)
             names.add(operator._name)
-    assert len(names) == 6
+    assert len(names) == 8
 
 
 def test_autocast(kernels):
@@ -823,6 +928,23 @@ def test_random_modules_on_gpu(gpu, seed):
     check_module(gpu, module.train(draw.random() < 0.7), dtype, batch, size)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_random_modules_with_one_axis_on_gpu(gpu, seed):
+    draw = random.Random(seed)
+    options = draw.choice((COLUMN, ROW, COLUMN | ALONE, ROW | ALONE, CONTENT))
+    while True:
+        dtype, stride = draw.choice((FLOAT, BF16, HALF)), draw.choice((1, 2))
+        size = [draw.randint(1, 64 // stride) * stride for _ in range(2)]
+        heads = draw.choice((1, 2, 3, 4, 6, 8))
+        widths = draw.choice((range(4, 33), (8, 16, 32, 64)))
+        dims = {"dim_key": heads * draw.choice(widths), "dim_out": heads * draw.choice(widths)}
+        module = make_module(dtype, draw.randint(3, 300), size, stride=stride, num_heads=heads, **options, **dims)
+        x = torch.empty(draw.randint(1, 5), module.dim, *size, dtype=dtype, device="cuda")
+        if explain_module(module, x).startswith("fused"):
+            break
+    check_module(gpu, module.train(), dtype, x.shape[0], size)
+
+
 def modules_of(*names, **options):
     """One module of each kind that the networks have."""
     kinds = {}
@@ -844,9 +966,20 @@ def test_all_modules_of_the_networks_on_gpu(gpu, dtype):
             check_module(gpu, module, dtype, 2, size)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_inductor_on_gpu(gpu, training):
-    module = make_module(BF16, 64, (14, 10), stride=2).cuda().train(training)
+@pytest.mark.parametrize("options", [COLUMN, ROW, COLUMN | ALONE, ROW | ALONE, CONTENT], ids=str)
+def test_modules_with_one_axis_of_the_networks_on_gpu(gpu, options):
+    for dim, size, stride, widths in modules_of("gsa_resnet50") + modules_of("gsa_resnet50", img_size=64, stem="7x7/2"):
+        module = make_module(BF16, dim, size, stride=stride, **widths, **options).train()
+        explanation = explain_module(module, torch.empty(2, dim, *size, dtype=BF16, device="cuda"))
+        if "does not fit" not in explanation:
+            check_module(gpu, module, BF16, 2, size)
+
+
+@pytest.mark.parametrize(
+    ("training", "options"), [(True, {}), (False, {}), (True, COLUMN), (True, ROW), (True, CONTENT)], ids=str
+)
+def test_inductor_on_gpu(gpu, training, options):
+    module = make_module(BF16, 64, (14, 10), stride=2, **options).cuda().train(training)
     exact = copy.deepcopy(module).double()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -869,9 +1002,9 @@ def test_inductor_on_gpu(gpu, training):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_cuda_graph_on_gpu(gpu, training):
-    module = make_module(BF16, 64, (14, 10), stride=2).cuda().train(training)
+@pytest.mark.parametrize(("training", "options"), [(True, {}), (False, {}), (True, COLUMN), (True, CONTENT)], ids=str)
+def test_cuda_graph_on_gpu(gpu, training, options):
+    module = make_module(BF16, 64, (14, 10), stride=2, **options).cuda().train(training)
     eager = copy.deepcopy(module)
     x = torch.zeros(2, 64, 14, 10, dtype=BF16, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
     d_out = normal(2, 64, 7, 5, dtype=BF16, seed=9).cuda().to(memory_format=torch.channels_last)
@@ -951,7 +1084,8 @@ def test_what_is_not_refused_fits(planned, name):
         heads, stride, dtype = draw.choice((1, 2, 3, 4, 6, 8, 16)), draw.choice((1, 2)), draw.choice((FLOAT, BF16))
         size = [draw.choice((2, 8, 14, 16, 28, 32, 48, 56, 64)) for _ in range(2)]
         key, value = (draw.choice((8, 16, 32, 64, 128)) * heads for _ in range(2))
-        module = gsanet.GlobalSelfAttention(8, value, size, stride, heads, key, dtype=dtype)
+        axes = draw.choice(({}, {}, COLUMN, ROW))
+        module = gsanet.GlobalSelfAttention(8, value, size, stride, heads, key, dtype=dtype, **axes)
         x = torch.zeros(2, 8, *size, dtype=dtype, requires_grad=True)
         whole += explain_module(module, x).startswith("fused")
         module(x).sum().backward()
@@ -1091,6 +1225,10 @@ def test_the_kernels_are_the_first_choice(as_on_gpu):
         assert explain_content(1, 4, 4, 2, 8, dtype=dtype) == first
         assert explain_map(64, (8, 6), dtype=dtype) == "fused: in one call"
     assert explain_map(64, (8, 6), stride=2) == "fused: in one call"
+    for options in (COLUMN, ROW, COLUMN | ALONE, ROW | ALONE, CONTENT):
+        assert explain_map(64, (8, 6), **options) == "fused: in one call"
+    assert explain_map(72, (8, 6), row=False) == "fused: in one call"  # heads of 9 channels
+    assert explain_map(64, (8, 80), row=False) == "fused: in one call"  # no line along the longer side
     assert explain_positional(1, 320, 320, 2, 8) == first
     with use_backend("fused"):
         assert explain_positional(1, 4, 4, 2, 8) == "fused: asked for by use_backend"
@@ -1118,8 +1256,13 @@ def test_the_kernels_are_the_first_choice(as_on_gpu):
         (lambda: explain_map(64, (6, 7), stride=2), "not by 2 on 6 x 7"),
         (lambda: explain_map(64, (8, 6), norm_layer=NormOfLayer), "a batch norm inside, not NormOfLayer"),
         (lambda: explain_map(64, (8, 6), norm_layer=NormOfMyOwn), "a batch norm inside, not NormOfMyOwn"),
-        (lambda: explain_map(64, (8, 6), row=False), "columns and rows together"),
-        (lambda: explain_map(64, (8, 6), column=False), "columns and rows together"),
+        (lambda: explain_map(64, (7, 6), stride=2, row=False), "not by 2 on 7 x 6"),
+        (lambda: explain_map(24, (8, 6), row=False), "heads of 4 to 128 channels, not 3 and 3"),
+        (lambda: explain_map(64, (321, 6), row=False), "maps of up to 320 x 320 pixels, not 321 x 6"),
+        (lambda: explain_map(64, (8, 6), column=False, batch=0), "the map is empty"),
+        (lambda: explain_map(64, (80, 6), row=False), "a column of a map of 80 x 6 pixels does not fit"),
+        (lambda: explain_map(64, (6, 80), column=False), "a row of a map of 6 x 80 pixels does not fit"),
+        (lambda: explain_map(1024, (6, 320), column=False), "map of 6 x 320 pixels with heads this wide does not fit"),
         (lambda: explain_map(72, (8, 6)), "a multiple of 8 channels, not 9"),
         (lambda: explain_map(64, (80, 6)), "map of 80 x 6 pixels does not fit"),
         (lambda: explain_map(512, (8, 56), stride=2, dtype=FLOAT), "map of 8 x 56 pixels does not fit"),

@@ -10,8 +10,8 @@
 // On the way in the values may be normalised (NORM_VALUES) and the gradient may be that of a batch norm's input
 // (NORM_GRADIENT: a dY + b Y + c) or of a 2 x 2 mean (POOL). Of content attention the kernel of the rows, which has the
 // gradient of the output, takes dQ += dY C^T (CONTENT_QUERIES), that of the columns, which has V, takes dK and dV
-// (CONTENT_KEYS). ACCUMULATE adds to the dQ that is there already; STATISTICS sums dV and dV times the normalised values
-// for each channel: the gradients of the batch norm's weight and bias.
+// (CONTENT_KEYS); the only kernel of a module with one axis takes both. ACCUMULATE adds to the dQ that is there already;
+// STATISTICS sums dV and dV times the normalised values for each channel: the gradients of the batch norm's weight and bias.
 #include "scores.cuh"
 
 static_assert(LENGTH <= BAND, "all scores of 16 pixels are held at once");
@@ -28,9 +28,9 @@ struct Arguments {
   const T* rel;              // (2 LENGTH - 1, KEY)
   float* d_rel;              // (block, 2 LENGTH - 1, KEY)
   const float* norm;         // NORM_VALUES: (2, channels), scale and shift. NORM_GRADIENT: (3, channels), a, b and c
-  const T* context;          // (image, head), packed with keys as columns. CONTENT_QUERIES: the context vectors;
-                             // CONTENT_KEYS: their gradient, divided by the softmax's sums
-  const T* context_turned;   // CONTENT_KEYS: the same packed with values as columns
+  const T* d_context;        // CONTENT_KEYS: (image, head), gradient of the context vectors, divided by the softmax's sums,
+                             // packed with keys as columns
+  const T* d_context_turned; // CONTENT_KEYS: the same packed with values as columns
   const float* key_max;      // CONTENT_KEYS: (image, heads KEY), of the softmax
   const float* key_offset;   // CONTENT_KEYS: (image, heads KEY), what the softmax's gradient subtracts
   const float* moments;      // STATISTICS: (2, channels), mean and 1 / standard deviation of the values before the norm
@@ -38,6 +38,7 @@ struct Arguments {
   int lines_per_image;
   int total_lines;
   int heads;
+  const T* context;          // CONTENT_QUERIES: (image, head), context vectors, packed with keys as columns
 };
 
 // Shared memory, in scalars.
@@ -297,15 +298,15 @@ DEVICE Left<S, QUERY_DEPTH> weights_of(Left<S, QUERY_DEPTH> keys, const float* l
 }
 
 // dV += E dC' and dK = E (V dC'^T - offset), with E = exp(K - max) and dC' = dC / sum; dK takes K's place.
-DEVICE void differentiate_content(ValueSums& d_values, QueryTile keys, ValueTile values, int pair, const T* context,
-                                  const T* context_turned, const float* largest, const float* offset) {
+DEVICE void differentiate_content(ValueSums& d_values, QueryTile keys, ValueTile values, int pair, const T* d_context,
+                                  const T* d_context_turned, const float* largest, const float* offset) {
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
 #pragma unroll
   for (int step = 0; step < QUERY_STEPS; ++step) {
     Right<T, QUERY_DEPTH> right[VALUE_TILES];
 #pragma unroll
     for (int tile = 0; tile < VALUE_TILES; ++tile)
-      right[tile] = load_right_packed<T, QUERY_DEPTH>(context_turned, tile * QUERY_STEPS + step);
+      right[tile] = load_right_packed<T, QUERY_DEPTH>(d_context_turned, tile * QUERY_STEPS + step);
 #pragma unroll
     for (int i = 0; i < LINE_TILES; ++i) {
       const auto weights = weights_of(
@@ -318,7 +319,7 @@ DEVICE void differentiate_content(ValueSums& d_values, QueryTile keys, ValueTile
   warp_barrier();  // the keys have been read
 #pragma unroll
   for (int tile = 0; tile < QUERY_TILES; ++tile) {
-    const KeyColumns columns(context, tile);
+    const KeyColumns columns(d_context, tile);
     const int channel = tile * 8 + column;
     const float first = channel < KEY ? offset[channel] : 0.f, second = channel + 1 < KEY ? offset[channel + 1] : 0.f;
 #pragma unroll
@@ -479,8 +480,8 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
         warp_barrier();
       }
       if constexpr (CONTENT_KEYS)
-        differentiate_content(d_values[own], tiles.keys, tiles.values, pair, arguments.context + context,
-                              arguments.context_turned + context, arguments.key_max + image_head * KEY,
+        differentiate_content(d_values[own], tiles.keys, tiles.values, pair, arguments.d_context + context,
+                              arguments.d_context_turned + context, arguments.key_max + image_head * KEY,
                               arguments.key_offset + image_head * KEY);
       // dV takes dY's place.
 #pragma unroll

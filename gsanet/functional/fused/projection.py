@@ -1,0 +1,68 @@
+"""The ends that the operators of whole modules share: q, k and v in one tensor before, a feature map behind."""
+
+import torch
+from torch import Tensor
+
+from gsanet.functional.fused import calls
+
+# A module of fewer channels projects q, k and v again in the backward pass: three maps less in memory, for a product
+# whose time is that of reading and writing these maps. With more channels it takes longer, and they are kept.
+KEPT = 256
+
+
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """q, k and v, stacked as in `weight`, (pixels, channels of all)."""
+    return _pixels(x) @ weight.T
+
+
+def project_gradient(d_projected: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x, channels-last, and of weight."""
+    batch, _, height, width = x.shape
+    d_x = (d_projected @ weight).unflatten(0, (batch, height, width)).permute(0, 3, 1, 2)
+    return d_x, d_projected.T @ _pixels(x)
+
+
+def split(
+    projected: Tensor, x: Tensor, heads: int, dim_key: int, content: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """q, k and v, maps as large as x, of one tensor (pixels, channels of all)."""
+    keys = dim_key if content else 0
+    widths = (dim_key, keys, projected.shape[1] - dim_key - keys)
+    maps = projected.view(x.shape[0], x.shape[2], x.shape[3], sum(widths)).split(widths, dim=3)
+    q, k, v = (part.unflatten(-1, (heads, part.shape[-1] // heads)) for part in maps)
+    return q, k if content else None, v
+
+
+def kept(projected: Tensor, x: Tensor) -> Tensor:
+    """What an operator gives its gradient of q, k and v: all, or nothing (`KEPT`)."""
+    return projected if x.shape[1] >= KEPT else x.new_empty(0)
+
+
+def no_context(x: Tensor) -> calls.ContextVectors:
+    """What stands for the context vectors where there is no content attention."""
+    return calls.ContextVectors(
+        *(x.new_empty(0) for _ in range(2)), *(x.new_empty(0, dtype=torch.float32) for _ in range(2))
+    )
+
+
+def to_feature_map(x: Tensor) -> Tensor:
+    """(batch, x, y, head, v) as (batch, channels, x, y) in channels-last memory."""
+    return x.flatten(3).permute(0, 3, 1, 2)
+
+
+def empty_results(
+    x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool, stride: int
+) -> tuple[Tensor, Tensor, calls.ContextVectors, Tensor]:
+    """Tensors of the right shapes: the output, a map (batch, x, y, head, v), the context vectors, what is `kept`."""
+    batch, _, height, width = x.shape
+    value = (weight.shape[0] - dim_key * (2 if content else 1)) // heads
+    q = x.new_empty(batch, height, width, heads, dim_key // heads)
+    v = x.new_empty(batch, height, width, heads, value)
+    out = x.new_empty(batch, height // stride, width // stride, heads, value)
+    vectors = calls.empty_context(q, v) if content else no_context(x)
+    return to_feature_map(out), v, vectors, kept(x.new_empty(batch * height * width, weight.shape[0]), x)
+
+
+def _pixels(x: Tensor) -> Tensor:
+    """(batch, channels, height, width) as (pixels, channels): a view of a channels-last map."""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
