@@ -5,18 +5,16 @@
 is `gsanet paper run`, for machines that have no terminal libraries. Each run has a directory in the work folder, from
 which it goes on where it was cut. A finished one leaves `results/runs/NAME.json`, and is not made again; its weights
 stay in the work folder as `weights/NAME.safetensors`, for the runs that start from them. Several processes with one
-work folder share the runs, and the GPU; each run's speed is measured while the others wait.
+work folder, as --processes starts them, share the runs and the GPU; each run's speed is measured while the others wait.
 """
 
 import argparse
-import fcntl
 import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from signal import SIGALRM
 from typing import Any
@@ -26,70 +24,24 @@ import yaml
 
 from gsanet.pack import pack
 from gsanet.paper.matrix import Experiment, choose, matrix
+from gsanet.paper.place import RESULTS, WORK, Place, claim
+from gsanet.paper.plan import Pace, plan_lines
+from gsanet.paper.processes import run_processes
 from gsanet.paper.record import MEMORY, SPEEDS, read_memory, read_speeds, record_run
-from gsanet.paper.results import Run, read_results
+from gsanet.paper.results import Run
 from gsanet.paper.settings import portable_settings
 from gsanet.paper.turns import Turns
 from gsanet.provenance import package_commit
-from gsanet.train import checkpoint
 from gsanet.train.checkpoint import replace_file
 from gsanet.train.data.memory import decoded_once
 from gsanet.train.engine import Result, train
 from gsanet.train.recipe import Recipe, make_recipe
-from gsanet.train.report import duration
 from gsanet.train.run_directory import RECIPE, read_run
 from gsanet.train.state import DivergedError
 
-WORK, RESULTS = Path("runs/paper"), Path("results")
 LEAST = 30  # seconds; with less left, no run is begun
+PATIENCE = 2.0  # seconds between two looks at what others make
 TIMED = 40  # steps, each time that a run's speed is measured
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where things are on this machine.
-
-    Args:
-        work: The folder of run directories.
-        results: The folder of results.
-        data: The data sets by name, each as `gsanet train --data` takes it. Default: `data/NAME`.
-    """
-
-    work: Path = WORK
-    results: Path = RESULTS
-    data: Mapping[str, str] | None = None
-
-    def run(self, name: str) -> Path:
-        """A run's directory."""
-        return self.work / name
-
-    def weights(self, name: str) -> Path:
-        """A finished run's weights."""
-        return self.work / "weights" / f"{name}.safetensors"
-
-    def result(self, name: str) -> Path:
-        """A finished run's results."""
-        return self.results / "runs" / f"{name}.json"
-
-    def data_path(self, dataset: str) -> str:
-        """A data set."""
-        return (self.data or {}).get(dataset, f"data/{dataset}")
-
-    def steps_done(self, experiment: Experiment) -> int:
-        """How far a run is."""
-        if self.result(experiment.name).exists():
-            return experiment.steps
-        file = self.run(experiment.name) / "last" / checkpoint.MANIFEST
-        return json.loads(file.read_text())["state"]["step"] if file.exists() else 0
-
-    def obstacle(self, experiment: Experiment) -> str:
-        """Why a run cannot be begun; nothing if it can."""
-        wanted = experiment.weights
-        if not wanted or self.weights(wanted).exists() or self.run(experiment.name).joinpath(RECIPE).exists():
-            return ""
-        if self.result(wanted).exists():
-            return f"{wanted} is done, but its weights are not here: bring {self.weights(wanted)}, or make it again"
-        return f"waits for {wanted}, whose weights it starts from"
 
 
 def run_experiments(
@@ -98,6 +50,7 @@ def run_experiments(
     commit: str,
     *,
     stop_after: float | None = None,
+    whole: bool = False,
     compile: bool = False,
     graphs: bool = False,
     say: Callable[[str], None] = print,
@@ -109,32 +62,38 @@ def run_experiments(
         place: Where data, runs and results are.
         commit: The state of the source that is running.
         stop_after: Save and stop after so many seconds.
+        whole: Begin only what can be finished by then.
         compile: Use torch.compile; what it cannot compile runs as it is.
         graphs: Use CUDA graphs on a GPU.
         say: Called with a line about each run.
 
     Returns:
-        The exit code: 0, also when the time was up; 1 if a run diverged or memory ran out; 128 and more for a signal.
+        The exit code: 0, also when the time was up; 1 if a run diverged or failed; 128 and more for a signal.
     """
     deadline = None if stop_after is None else time.monotonic() + stop_after
     failed = 0
-    for name in (experiment.name for experiment in experiments):
-        if place.result(name).exists():
-            say(f"{name}: done before ({place.result(name)})")
     waiting = list(experiments)
     while (left := None if deadline is None else deadline - time.monotonic()) is None or left >= LEAST:
         # From the start each time: a run may have waited for the weights of the last.
         waiting = [experiment for experiment in waiting if not place.result(experiment.name).exists()]
-        with _claim(waiting, place) as experiment:
+        possible = _finishing(waiting, place, left) if whole and left is not None else waiting
+        with claim(possible, place) as experiment:
             if experiment is None:
-                break
+                if not _may_come(waiting, possible, place):
+                    break
+                time.sleep(PATIENCE)
+                continue
             waiting.remove(experiment)
             name = experiment.name
             say(f"{name}: {experiment.network}, from step {place.steps_done(experiment):,} of {experiment.steps:,}")
             try:
                 result = _train(experiment, place, left, compile, graphs)
-            except (DivergedError, torch.OutOfMemoryError) as error:
+            except DivergedError as error:
                 say(f"{name}: {error}")
+                failed = 1
+                continue
+            except RuntimeError:  # no more memory, or what torch cannot do with this network: the others may still work
+                say(f"{name}: failed\n{traceback.format_exc()}")
                 failed = 1
                 continue
             if result.stopped_by is not None:
@@ -143,76 +102,33 @@ def run_experiments(
                 break
             found = _record(experiment, place, result, commit)
             say(f"{name}: top-1 {found.top1:.2f} %, top-5 {found.top5:.2f} % -> {place.result(name)}")
-    for line in plan_lines(experiments, place, detailed=False):
-        say(line)
     return failed
 
 
-@contextmanager
-def _claim(experiments: Iterable[Experiment], place: Place) -> Iterator[Experiment | None]:
-    """The first run that can be made and that no other process is making; None if there is none.
+def _finishing(experiments: Sequence[Experiment], place: Place, left: float) -> list[Experiment]:
+    """Those that can be finished in so many seconds, while the runs that are being made take their share of the device.
 
-    It is this process's own until the end of the context, or of the process.
+    One whose time is not known is among them.
     """
-    for experiment in experiments:
-        if place.obstacle(experiment):
-            continue
-        place.work.mkdir(parents=True, exist_ok=True)
-        with place.work.joinpath(f"{experiment.name}.lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            if not place.result(experiment.name).exists():  # it may have been finished since it was looked for
-                yield experiment
-                return
-    yield None
+    pace = Pace(place)
+    others = sum(place.is_being_made(experiment.name) for experiment in matrix().values())
+    times = ((experiment, pace.seconds(experiment, place.images_left(experiment))) for experiment in experiments)
+    return [experiment for experiment, seconds in times if (seconds or 0.0) * (1 + others) <= left]
 
 
-def plan_lines(experiments: Iterable[Experiment], place: Place, detailed: bool = True) -> list[str]:
-    """A line for each run that is not done, and what all of them still take.
+def _may_come(waiting: Sequence[Experiment], possible: Sequence[Experiment], place: Place) -> bool:
+    """Whether a run that could not be begun now may be later.
 
-    Args:
-        experiments: The runs.
-        place: Where data, runs and results are.
-        detailed: With operations, and times if some runs have results. Counting takes a second for each network.
+    Another process may be making the weights that it starts from; those at work may leave it more of the device; or
+    another has only looked whether it is being made, at the same moment.
     """
-    waiting = [experiment for experiment in experiments if not place.result(experiment.name).exists()]
-    if not waiting:
-        return ["Nothing is left: all of these runs have results."]
-    lines, total, work = [], 0, 0.0
-    rate = _rate(place) if detailed else None
-    for experiment in waiting:
-        done = place.steps_done(experiment)
-        images = (experiment.steps - done) * experiment.recipe.batch_size
-        total += images
-        cost = f"{images / 1e6:.2f} M images"
-        if detailed:
-            work += images * experiment.flops
-            cost += f" of {experiment.flops / 1e9:.2f} GFLOPs"
-        if rate:
-            cost += f", about {duration(images * experiment.flops / rate)}"
-        state = place.obstacle(experiment) or (f"at step {done:,} of {experiment.steps:,}" if done else "not begun")
-        lines.append(f"  {experiment.name}: {cost}, {state}")
-    summary = f"Left: {len(waiting)} runs, {total / 1e6:.1f} M images"
-    if detailed:
-        summary += f", {work:.2e} FLOPs of forward passes"
-    if rate:
-        summary += f", about {duration(work / rate)} at the speed of the finished runs"
-    return [summary, *lines]
-
-
-def _rate(place: Place) -> float | None:
-    """Operations of forward passes a second, over all finished runs of the matrix, each alone on the device."""
-    known = matrix()
-    runs = read_results(place.results).runs if place.results.is_dir() else []
-    timed = [
-        (run.flops, known[run.run].steps * known[run.run].recipe.batch_size, run.images_per_second)
-        for run in runs
-        if run.run in known and run.flops and run.images_per_second
-    ]
-    work = sum(flops * images for flops, images, _ in timed)
-    return work / sum(images / speed for _, images, speed in timed) if timed else None
+    return any(
+        place.is_being_made(experiment.weights)
+        if place.obstacle(experiment)
+        else experiment in possible or any(place.is_being_made(name) for name in matrix())
+        for experiment in waiting
+        if not place.is_being_made(experiment.name)
+    )
 
 
 def _train(experiment: Experiment, place: Place, stop_after: float | None, compile: bool, graphs: bool) -> Result:
@@ -295,9 +211,12 @@ def run_command(
     work: Path = WORK,
     results: Path = RESULTS,
     stop_after: float | None = None,
+    whole: bool = False,
+    processes: int = 1,
     compile: bool = False,
     graphs: bool = False,
     commit: str = "",
+    part: bool = False,
     say: Callable[[str], None] = print,
 ) -> int:
     """What `gsanet paper run` does; the options are explained there. Returns the exit code."""
@@ -317,10 +236,32 @@ def run_command(
     commit = commit or package_commit() or ""
     if not commit:
         raise ValueError("results name the commit that made them, and this is no checkout: say which, --commit HASH")
-    with decoded_once():
-        return run_experiments(
-            experiments, place, commit, stop_after=stop_after, compile=compile, graphs=graphs, say=say
-        )
+    if whole and stop_after is None:
+        raise ValueError("--whole begins what can be finished in time: say how long there is, --stop-after SECONDS")
+    if processes < 1:
+        raise ValueError(f"--processes must be 1 or more, got {processes}")
+    for experiment in experiments:
+        if place.result(experiment.name).exists() and not part:
+            say(f"{experiment.name}: done before ({place.result(experiment.name)})")
+    if processes > 1:
+        options: dict[str, Any] = {"--work": work, "--results": results, "--commit": commit, "--stop-after": stop_after}
+        flags = {"--whole": whole, "--compile": compile, "--graphs": graphs, "--part": True}
+        arguments = [
+            *(experiment.name for experiment in experiments),
+            *(word for pair in data for word in ("--data", pair)),
+            *(str(word) for pair in options.items() if pair[1] is not None for word in pair),
+            *(flag for flag, given in flags.items() if given),
+        ]
+        code = run_processes(processes, "gsanet.paper.run_matrix", arguments, say)
+    else:
+        with decoded_once():
+            code = run_experiments(
+                experiments, place, commit, stop_after=stop_after, whole=whole, compile=compile, graphs=graphs, say=say
+            )
+    if not part:
+        for line in plan_lines(experiments, place, detailed=False):
+            say(line)
+    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -334,9 +275,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=WORK, help="the folder of run directories")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of results")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="save and stop after so long")
+    parser.add_argument("--whole", action="store_true", help="begin only what can be finished by then")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="so many runs at a time")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
     parser.add_argument("--graphs", action="store_true", help="use CUDA graphs")
     parser.add_argument("--commit", default="", help="the commit that runs; default: the checkout's")
+    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)  # one of these processes
     options = vars(parser.parse_args(arguments))
     try:
         return run_command(options.pop("names"), **options)

@@ -4,15 +4,18 @@ import fcntl
 import json
 import subprocess
 import sys
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 
 from gsanet.paper import best, run_matrix, studies
 from gsanet.paper.matrix import choose, matrix, read_matrix
+from gsanet.paper.place import Place
+from gsanet.paper.plan import plan_lines
 from gsanet.paper.printed import printed_table
 from gsanet.paper.results import read_results
-from gsanet.paper.run_matrix import Place, plan_lines, run_command, run_experiments
+from gsanet.paper.run_matrix import run_command, run_experiments
 from gsanet.train.engine import train
 from gsanet.train.recipe import load_recipe
 
@@ -86,22 +89,32 @@ def test_choosing():
 @pytest.fixture
 def small(monkeypatch, tmp_path):
     found = read_matrix(SMALL)
-    monkeypatch.setattr(run_matrix, "matrix", lambda: found)
+    for module in ("matrix", "plan", "run_matrix"):
+        monkeypatch.setattr(f"gsanet.paper.{module}.matrix", lambda: found)
+    monkeypatch.setattr(run_matrix, "LEAST", float("-inf"))
+    monkeypatch.setattr(run_matrix, "PATIENCE", 0.05)
     return found, Place(tmp_path / "work", tmp_path / "results", {"digits": "digits"})
 
 
-def test_runs_are_made_cut_continued_and_recorded(small, monkeypatch):
-    found, place = small
-    monkeypatch.setattr(run_matrix, "LEAST", float("-inf"))
+def command_of(place, *names, **options):
+    """What it says, and its exit code."""
     said = []
+    common = {"data": ["digits=digits"], "work": place.work, "results": place.results, "commit": "abc"}
+    return said, run_command(names, **common, **options, say=said.append)
+
+
+def test_runs_are_made_cut_continued_and_recorded(small):
+    found, place = small
     # The time is up at once: the first run is cut, nothing else is begun.
-    assert run_experiments(list(found.values()), place, "abc", stop_after=0.0, say=said.append) == 0
+    said, code = command_of(place, everything=True, stop_after=0.0)
+    assert code == 0
     assert 0 < place.steps_done(found["gsa"]) < found["gsa"].steps == 6
     assert not place.run("choice").exists()
     assert any("gsa: " in line and "at step" in line for line in said)
     assert any("tuned" in line and "waits for gsa" in line for line in said)
 
-    assert run_experiments(list(found.values()), place, "abc", say=said.append) == 0
+    said, code = command_of(place, everything=True)
+    assert code == 0
     assert said[-1] == "Nothing is left: all of these runs have results."
     runs = {run.run: run for run in read_results(place.results).runs}
     assert sorted(runs) == ["choice", "gsa", "gsa-seed1", "tuned"]
@@ -122,33 +135,84 @@ def test_runs_are_made_cut_continued_and_recorded(small, monkeypatch):
     assert "/" not in json.dumps(gsa.settings["data"])  # no place of this machine
 
     # What has results is not made again; the estimate knows how fast it was.
-    said.clear()
     place.result("gsa-seed1").unlink()
     (line, run) = plan_lines(found.values(), place)
     assert "Left: 1 runs" in line
     assert "at the speed of the finished runs" in line
     assert run.startswith("  gsa-seed1: ")
-    run_experiments([found["gsa"]], place, "abc", say=said.append)
+    said, _ = command_of(place, "gsa")
     assert "done before" in said[0]
 
 
+@contextmanager
+def made_by_another(place, name):
+    """As if another process made a run."""
+    place.work.mkdir(parents=True, exist_ok=True)
+    with place.lock(name).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def test_processes_share_the_runs(small):
-    found, place = small
-    said = []
-    place.work.mkdir(parents=True)
-    with place.work.joinpath("gsa.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # as another process would
-        run_experiments([found["gsa"], found["choice"]], place, "abc", say=said.append)
+    _, place = small
+    with made_by_another(place, "gsa"):
+        said, _ = command_of(place, "gsa", "choice")
     assert place.result("choice").exists()
     assert not place.run("gsa").exists()
     assert any(line.startswith("  gsa: ") and "not begun" in line for line in said)
-    run_experiments([found["gsa"]], place, "abc", say=said.append)
+    command_of(place, "gsa")
     assert place.result("gsa").exists()
 
 
-def test_another_recipe_is_not_continued(small, monkeypatch):
+def test_weights_that_another_process_makes_are_waited_for(small, monkeypatch):
     found, place = small
-    monkeypatch.setattr(run_matrix, "LEAST", float("-inf"))
+    looks = []
+
+    def make_them(seconds):
+        looks.append(seconds)
+        if len(looks) == 2:
+            other.close()
+            run_experiments([found["gsa"]], place, "abc", say=lambda line: None)
+
+    monkeypatch.setattr("gsanet.paper.run_matrix.time.sleep", make_them)
+    with ExitStack() as other:
+        other.enter_context(made_by_another(place, "gsa"))
+        assert run_experiments([found["tuned"]], place, "abc", say=lambda line: None) == 0
+    assert len(looks) == 2
+    assert place.result("tuned").exists()
+
+
+def test_only_what_can_be_finished_is_begun(small, monkeypatch):
+    _, place = small
+    monkeypatch.setattr("gsanet.paper.plan.Pace.seconds", lambda _, run, images: 50.0 if run.name == "choice" else 90.0)
+    with made_by_another(place, "gsa-seed1"):  # it takes half of the device
+        waited = []
+        monkeypatch.setattr("gsanet.paper.run_matrix.time.sleep", lambda seconds: waited.append(sys.exit()))
+        with pytest.raises(SystemExit):
+            command_of(place, "gsa", "choice", stop_after=80.0, whole=True)
+    assert not place.work.joinpath("choice").exists()
+    command_of(place, "gsa", "choice", stop_after=80.0, whole=True)
+    assert place.result("choice").exists()
+    assert not place.run("gsa").exists()
+
+
+def test_a_run_that_fails_does_not_end_the_others(small, monkeypatch):
+    _, place = small
+
+    def train_all_but_one(recipe, out, **options):
+        if out.name == "gsa":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return train(recipe, out, **options)
+
+    monkeypatch.setattr(run_matrix, "train", train_all_but_one)
+    said, code = command_of(place, "gsa", "choice")
+    assert code == 1
+    assert any(line.startswith("gsa: failed") and "CUDA out of memory" in line for line in said)
+    assert place.result("choice").exists()
+
+
+def test_another_recipe_is_not_continued(small):
+    found, place = small
     run_experiments([found["gsa"]], place, "abc", stop_after=0.0, say=lambda line: None)
     other = read_matrix(SMALL.replace("steps: 6", "steps: 7"))
     with pytest.raises(ValueError, match="was begun with another recipe than the matrix has now"):
@@ -191,6 +255,8 @@ def test_mistakes(command, tmp_path, monkeypatch):
         (["gsa83"], "did you mean 'gsa38'"),
         (["gsa38", "--data", "imagenet=x"], "--data takes DATASET=PATH"),
         (["gsa38", "--data", "tinyimagenet"], "--data takes DATASET=PATH"),
+        (["gsa38", "--commit", "abc", "--whole"], "say how long there is, --stop-after SECONDS"),
+        (["gsa38", "--commit", "abc", "--processes", "0"], "--processes must be 1 or more, got 0"),
     ):
         assert words in command("paper", "run", *arguments, code=2)
     assert "no folder data/tinyimagenet" in command("paper", "run", "gsa38", "--commit", "abc", code=2)
