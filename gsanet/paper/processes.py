@@ -56,7 +56,7 @@ def run_processes(count: int, module: str, arguments: Sequence[str], say: Callab
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    for number, code in enumerate(codes, 1):
+    for place, code in enumerate(codes, 1):
         if code < 0:
-            say(f"[{number}] ended by {signal.Signals(-code).name}")
+            say(f"[{place}] ended by {signal.Signals(-code).name}")
     return max(code if code >= 0 else 128 - code for code in codes)
