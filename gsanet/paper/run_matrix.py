@@ -81,7 +81,7 @@ def run_experiments(
             if experiment is None:
                 if not _may_come(waiting, possible, place):
                     break
-                time.sleep(PATIENCE)
+                _wait_for_others()
                 continue
             waiting.remove(experiment)
             name = experiment.name
@@ -129,6 +129,10 @@ def _may_come(waiting: Sequence[Experiment], possible: Sequence[Experiment], pla
         for experiment in waiting
         if not place.is_being_made(experiment.name)
     )
+
+
+def _wait_for_others() -> None:
+    time.sleep(PATIENCE)
 
 
 def _train(experiment: Experiment, place: Place, stop_after: float | None, compile: bool, graphs: bool) -> Result:

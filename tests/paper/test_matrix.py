@@ -92,7 +92,6 @@ def small(monkeypatch, tmp_path):
     for module in ("matrix", "plan", "run_matrix"):
         monkeypatch.setattr(f"gsanet.paper.{module}.matrix", lambda: found)
     monkeypatch.setattr(run_matrix, "LEAST", float("-inf"))
-    monkeypatch.setattr(run_matrix, "PATIENCE", 0.05)
     return found, Place(tmp_path / "work", tmp_path / "results", {"digits": "digits"})
 
 
@@ -168,13 +167,13 @@ def test_weights_that_another_process_makes_are_waited_for(small, monkeypatch):
     found, place = small
     looks = []
 
-    def make_them(seconds):
-        looks.append(seconds)
+    def make_them():
+        looks.append(None)
         if len(looks) == 2:
             other.close()
             run_experiments([found["gsa"]], place, "abc", say=lambda line: None)
 
-    monkeypatch.setattr("gsanet.paper.run_matrix.time.sleep", make_them)
+    monkeypatch.setattr(run_matrix, "_wait_for_others", make_them)
     with ExitStack() as other:
         other.enter_context(made_by_another(place, "gsa"))
         assert run_experiments([found["tuned"]], place, "abc", say=lambda line: None) == 0
@@ -186,11 +185,10 @@ def test_only_what_can_be_finished_is_begun(small, monkeypatch):
     _, place = small
     monkeypatch.setattr("gsanet.paper.plan.Pace.seconds", lambda _, run, images: 50.0 if run.name == "choice" else 90.0)
     with made_by_another(place, "gsa-seed1"):  # it takes half of the device
-        waited = []
-        monkeypatch.setattr("gsanet.paper.run_matrix.time.sleep", lambda seconds: waited.append(sys.exit()))
-        with pytest.raises(SystemExit):
+        monkeypatch.setattr(run_matrix, "_wait_for_others", lambda: pytest.exit("it waits"))
+        with pytest.raises(pytest.exit.Exception, match="it waits"):
             command_of(place, "gsa", "choice", stop_after=80.0, whole=True)
-    assert not place.work.joinpath("choice").exists()
+    assert not place.run("choice").exists()
     command_of(place, "gsa", "choice", stop_after=80.0, whole=True)
     assert place.result("choice").exists()
     assert not place.run("gsa").exists()
