@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from gsanet.paper.printed import printed_table
 from gsanet.paper.results import Results
-from gsanet.paper.tables import Measured, summarise
+from gsanet.paper.tables import Measured, measured_run
 
 # How they were made, and the runs of the matrix: GSA first, then its rival.
 PAIRS = {
@@ -30,12 +30,7 @@ class Pair:
 
 def pairs(results: Results) -> list[Pair]:
     """All pairs, with what was measured."""
-
-    def measured(name: str) -> Measured | None:
-        runs = [run for run in results.runs if run.run.split("-seed")[0] == name]
-        return summarise(runs) if runs else None
-
-    return [Pair(how, names, *map(measured, names)) for how, names in PAIRS.items()]
+    return [Pair(how, names, *(measured_run(results, name) for name in names)) for how, names in PAIRS.items()]
 
 
 def paper_best() -> tuple[str, float]:

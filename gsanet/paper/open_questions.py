@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from gsanet.paper.matrix import matrix
 from gsanet.paper.results import Results
-from gsanet.paper.tables import Measured, summarise
+from gsanet.paper.tables import Measured, measured_run
 
 BASELINE = "gsa38"
 # In the order of the matrix.
@@ -30,10 +30,7 @@ class Answer:
 
 def answers(results: Results) -> list[Answer]:
     """The network itself first, then with each change."""
-    named = {
-        name: [run for run in results.runs if run.run.split("-seed")[0] == name] for name in (BASELINE, *QUESTIONS)
-    }
-    measured = {name: summarise(runs) if runs else None for name, runs in named.items()}
+    measured = {name: measured_run(results, name) for name in (BASELINE, *QUESTIONS)}
     base = measured[BASELINE]
     rows = [Answer(BASELINE, f"{matrix()[BASELINE].network} as it is", base, None)]
     for name, what in QUESTIONS.items():

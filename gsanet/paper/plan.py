@@ -5,7 +5,7 @@ from functools import cached_property
 
 from gsanet.paper.matrix import Experiment, matrix
 from gsanet.paper.place import Place
-from gsanet.paper.results import read_results
+from gsanet.paper.results import read_results, without_seed
 from gsanet.train.report import duration
 
 
@@ -17,21 +17,25 @@ class Pace:
     """
 
     def __init__(self, place: Place) -> None:
-        known = matrix()
         runs = read_results(place.results).runs if place.results.is_dir() else []
-        self._speeds = {run.run: run.images_per_second for run in runs if run.run in known and run.images_per_second}
+        self._runs = {run.run: run for run in runs if run.run in matrix()}
 
     @cached_property
     def _rate(self) -> float | None:
         """Operations of forward passes a second, over all runs."""
-        counted = [(matrix()[name], speed) for name, speed in self._speeds.items()]
-        work = sum(run.flops * run.steps * run.recipe.batch_size for run, _ in counted)
-        return work / sum(run.steps * run.recipe.batch_size / speed for run, speed in counted) if counted else None
+        work = seconds = 0.0
+        for run in self._runs.values():
+            if run.flops and run.images_per_second:
+                images = matrix()[run.run].steps * matrix()[run.run].recipe.batch_size
+                work += run.flops * images
+                seconds += images / run.images_per_second
+        return work / seconds if seconds else None
 
     def seconds(self, experiment: Experiment, images: int) -> float | None:
         """What so many images of a run take: at the speed of its other seeds, or by its operations; None: unknown."""
-        if speed := self._speeds.get(experiment.name.split("-seed")[0]):
-            return images / speed
+        seed = self._runs.get(without_seed(experiment.name))
+        if seed is not None and seed.images_per_second:
+            return images / seed.images_per_second
         return images * experiment.flops / self._rate if self._rate else None
 
 

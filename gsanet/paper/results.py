@@ -124,6 +124,11 @@ class Results:
         return [latency for latency in self.latencies if latency.network == row.network]
 
 
+def without_seed(name: str) -> str:
+    """What all seeds of a run are called."""
+    return name.split("-seed")[0]
+
+
 def plain_network(model: str, kwargs: dict[str, Any]) -> Network:
     """A network without the options that only fit it to its images, and without those that are the default."""
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in kwargs.items()}

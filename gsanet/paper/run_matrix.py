@@ -76,10 +76,10 @@ def run_experiments(
     while (left := None if deadline is None else deadline - time.monotonic()) is None or left >= LEAST:
         # From the start each time: a run may have waited for the weights of the last.
         waiting = [experiment for experiment in waiting if not place.result(experiment.name).exists()]
-        possible = _finishing(waiting, place, left) if whole and left is not None else waiting
-        with claim(possible, place) as experiment:
+        fits = _fitting(place, left) if whole and left is not None else lambda experiment: True
+        with claim(filter(fits, waiting), place) as experiment:
             if experiment is None:
-                if not _may_come(waiting, possible, place):
+                if not _may_come(waiting, fits, place):
                     break
                 _wait_for_others()
                 continue
@@ -105,18 +105,22 @@ def run_experiments(
     return failed
 
 
-def _finishing(experiments: Sequence[Experiment], place: Place, left: float) -> list[Experiment]:
-    """Those that can be finished in so many seconds, while the runs that are being made take their share of the device.
+def _fitting(place: Place, left: float) -> Callable[[Experiment], bool]:
+    """Whether a run can be finished in so many seconds, while those that are being made take their share of the device.
 
-    One whose time is not known is among them.
+    It is taken to fit if its time is not known. To know it may mean to build the network: each is asked for when its
+    turn comes, and not before.
     """
     pace = Pace(place)
-    others = sum(place.is_being_made(experiment.name) for experiment in matrix().values())
-    times = ((experiment, pace.seconds(experiment, place.images_left(experiment))) for experiment in experiments)
-    return [experiment for experiment, seconds in times if (seconds or 0.0) * (1 + others) <= left]
+    sharing = 1 + sum(map(place.is_being_made, matrix()))
+
+    def fits(experiment: Experiment) -> bool:
+        return (pace.seconds(experiment, place.images_left(experiment)) or 0.0) * sharing <= left
+
+    return fits
 
 
-def _may_come(waiting: Sequence[Experiment], possible: Sequence[Experiment], place: Place) -> bool:
+def _may_come(waiting: Sequence[Experiment], fits: Callable[[Experiment], bool], place: Place) -> bool:
     """Whether a run that could not be begun now may be later.
 
     Another process may be making the weights that it starts from; those at work may leave it more of the device; or
@@ -125,7 +129,7 @@ def _may_come(waiting: Sequence[Experiment], possible: Sequence[Experiment], pla
     return any(
         place.is_being_made(experiment.weights)
         if place.obstacle(experiment)
-        else experiment in possible or any(place.is_being_made(name) for name in matrix())
+        else any(map(place.is_being_made, matrix())) or fits(experiment)
         for experiment in waiting
         if not place.is_being_made(experiment.name)
     )
@@ -152,13 +156,14 @@ def _train(experiment: Experiment, place: Place, stop_after: float | None, compi
     if compile:
         torch._dynamo.reset()
         torch._dynamo.config.suppress_errors = True
+    starts, length = timed_steps(experiment)
 
     def keep_speed(seconds: float) -> None:
-        speed = timed_steps(experiment)[1] * recipe.batch_size / seconds
+        speed = length * recipe.batch_size / seconds
         replace_file(out / SPEEDS, json.dumps([*read_speeds(out), speed]).encode())
 
     try:
-        with Turns(place.work, *timed_steps(experiment), keep_speed) as turns:
+        with Turns(place.work, starts, length, keep_speed) as turns:
             return train(recipe, out, resume=resume, stop_after=stop_after, before_step=turns)
     finally:
         if torch.cuda.is_available() and out.is_dir():

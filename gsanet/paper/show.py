@@ -1,7 +1,7 @@
 """The paper's tables for the terminal: what the paper prints on the first line of a row, what is known here below."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich import box
 from rich.console import RenderableType
@@ -28,17 +28,23 @@ def show_table(printed: PrintedTable, rows: Sequence[TableRow]) -> Iterator[Rend
         del numbers["cifar100_top1"]
     if "runtime" in printed.columns or any(row.runtimes for row in rows):
         numbers["runtime"] = "Runtime"
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title_justify="left")
-    table.title = f"Table {printed.number}. {printed.caption.split('. ')[0]}"
-    table.add_column("The paper\n[dim]  here[/]", overflow="fold")
-    for heading in numbers.values():
-        table.add_column(heading, justify="right", no_wrap=True)
+    title = f"Table {printed.number}. {printed.caption.split('. ')[0]}"
+    table = _table(title, "The paper\n[dim]  here[/]", numbers.values())
     for row in rows:
         table.add_row(f"[bold]{row.name}[/]", *(row.printed.get(column, "") for column in numbers))
         for line in _lines_here(row, list(numbers)):
             table.add_row(*line)
     yield table
     yield from _lines_below(rows, "runtime" in numbers)
+
+
+def _table(title: str, names: str, numbers: Iterable[str]) -> Table:
+    """An empty table: a column of names that may fold, and columns of numbers that may not."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title=title, title_justify="left")
+    table.add_column(names, overflow="fold")
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 SHORT = {
@@ -128,8 +134,7 @@ def _accuracies(measured: Measured) -> dict[str, str]:
 
 def _setting_name(measured: Measured) -> str:
     """The recipe without what was set over it, where that names the data set, or the data set."""
-    recipe = measured.training.split(" with ")[0]
-    return recipe if recipe.startswith(measured.dataset) else measured.dataset
+    return measured.recipe if measured.recipe.startswith(measured.dataset) else measured.dataset
 
 
 def _seeds(measured: Measured) -> str:
@@ -172,14 +177,11 @@ def _lines_below(rows: Sequence[TableRow], has_runtime: bool) -> Iterator[str]:
 def show_comparisons(compared: Mapping[Setting, Compared]) -> Iterator[RenderableType]:
     """How the rows differ, in the paper and here, and whether the paper's order holds."""
     for (dataset, recipe, _), found in compared.items():
-        listed = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title_justify="left")
-        listed.title = f"Differences in top-1, {recipe if recipe.startswith(dataset) else dataset}"
+        title = f"Differences in top-1, {recipe if recipe.startswith(dataset) else dataset}"
         baselines = {each.against for each in found.differences}
         if len(baselines) == 1:
-            listed.title += f", from {min(baselines)}"
-        listed.add_column("", overflow="fold")
-        for heading in ("The paper", "Here"):
-            listed.add_column(heading, justify="right", no_wrap=True)
+            title += f", from {min(baselines)}"
+        listed = _table(title, "", ("The paper", "Here"))
         listed.add_column("", no_wrap=True)
         for each in found.differences:
             here = f"{each.here:+.2f}" + ("" if each.noise is None else f" ±{each.noise:.2f}")
@@ -203,11 +205,7 @@ def show_comparisons(compared: Mapping[Setting, Compared]) -> Iterator[Renderabl
 
 def show_answers(rows: Sequence[Answer]) -> Iterator[RenderableType]:
     """The open questions, and the lines below them."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title_justify="left")
-    table.title = "Not in the paper: the GSA module with one thing changed"
-    table.add_column("", overflow="fold")
-    for heading in ("Top-1", "Difference", "Runs"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _table("Not in the paper: the GSA module with one thing changed", "", ("Top-1", "Difference", "Runs"))
     for row in rows:
         found = row.measured
         table.add_row(
@@ -225,11 +223,8 @@ def show_answers(rows: Sequence[Answer]) -> Iterator[RenderableType]:
 
 def show_pairs(rows: Sequence[Pair]) -> Iterator[RenderableType]:
     """The best networks on CIFAR-100, and the lines below them."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title_justify="left")
-    table.title = "Past the paper: CIFAR-100, GSA against a ResNet of the same depth under the same recipe"
-    table.add_column("", overflow="fold")
-    for heading in ("Top-1", "Top-5", "Runs"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    title = "Past the paper: CIFAR-100, GSA against a ResNet of the same depth under the same recipe"
+    table = _table(title, "", ("Top-1", "Top-5", "Runs"))
     for row in rows:
         table.add_row(f"[bold]{row.how}[/]")
         for name, found in zip(row.names, (row.gsa, row.conv), strict=True):
@@ -256,12 +251,9 @@ def _verdict(difference: Difference) -> str:
 def show_bench(rows: Sequence[BenchRow], setting: BenchSetting, facts: dict[str, str]) -> Iterator[RenderableType]:
     """What `gsanet bench` measured, and the lines below it."""
     size = "x".join(map(str, setting.img_size))
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), title_justify="left")
-    table.title = f"{size}, batch {setting.batch}, {setting.dtype}, {facts['device']}"
-    table.add_column("Network", overflow="fold")
+    title = f"{size}, batch {setting.batch}, {setting.dtype}, {facts['device']}"
     units = {"Params": "M", "FLOPs": "G", "Training": "img/s", "Inference": "img/s", "One image": "ms", "Memory": "MiB"}
-    for heading, unit in units.items():
-        table.add_column(f"{heading}\n({unit})", justify="right", no_wrap=True)
+    table = _table(title, "Network", (f"{heading}\n({unit})" for heading, unit in units.items()))
     for row in rows:
         table.add_row(
             row.name,

@@ -12,7 +12,7 @@ import torch
 from gsanet.models import count_flops, count_parameters, create_model, list_models
 from gsanet.paper.notes import NOTES
 from gsanet.paper.printed import Network, PrintedRow, printed_table
-from gsanet.paper.results import Results, Run
+from gsanet.paper.results import Results, Run, without_seed
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Measured:
     """Runs that differ only in their seed: how many, and the mean of their accuracies."""
 
     dataset: str
+    recipe: str
     training: str
     length: str
     network: str
@@ -143,6 +144,12 @@ def alike(runs: list[Run]) -> dict[Any, list[Run]]:
     return groups
 
 
+def measured_run(results: Results, name: str) -> Measured | None:
+    """A run of the matrix, all its seeds as one; None if there is none."""
+    runs = [run for run in results.runs if without_seed(run.run) == name]
+    return summarise(runs) if runs else None
+
+
 def summarise(runs: list[Run]) -> Measured:
     """Runs that differ only in their seed, as one."""
 
@@ -153,6 +160,7 @@ def summarise(runs: list[Run]) -> Measured:
     accuracies = [run.top1 for run in runs]
     return Measured(
         dataset=runs[0].dataset,
+        recipe=runs[0].recipe,
         training=runs[0].training,
         length=runs[0].length,
         network=str(runs[0].network),

@@ -15,6 +15,7 @@ from torch.library import CustomOpDef
 
 from gsanet.functional.backends import Axis
 from gsanet.functional.fused import calls
+from gsanet.functional.fused.prepared import prepared_operator
 from gsanet.functional.fused.projection import (
     empty_results,
     kept,
@@ -28,13 +29,7 @@ from gsanet.functional.fused.projection import (
 
 def _operator(name: str, function: Callable[..., tuple[Tensor, ...]]) -> CustomOpDef:
     """An operator that compiles all its kernels at once when a call of such shapes is first met."""
-
-    def run(*arguments: Any) -> tuple[Tensor, ...]:
-        _prepare(arguments[0].device, function, arguments)
-        return function(*arguments)
-
-    schema = torch.library.infer_schema(function, mutates_args=())
-    return torch.library.custom_op(name, run, mutates_args=(), schema=schema)
+    return prepared_operator(name, function, lambda *arguments: _prepare(arguments[0].device, function, arguments))
 
 
 def _prepare(device: torch.device, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
@@ -123,8 +118,7 @@ def _attention_map_gradient(
     content_gradient = None
     if k is not None and d_k is not None:
         vectors = calls.ContextVectors(context, turned, key_max, key_inverse)
-        gradient, gradient_turned, offset = calls.context_gradient(q, d_out, vectors, pool)
-        content_gradient = calls.ContentGradient(k, d_k, gradient, gradient_turned, key_max, offset)
+        content_gradient = calls.content_gradient(q, k, d_k, d_out, vectors, pool)
     d_rel = calls.attend_gradient(
         q, v, rel.contiguous(), d_out, _axis(axis), d_q, d_v,
         context=context if content else None, content=content_gradient, pool=pool,

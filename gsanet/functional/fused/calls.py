@@ -333,6 +333,14 @@ def context_gradient(
     return gradient, turned, offset
 
 
+def content_gradient(
+    q: Tensor, k: Tensor, d_k: Tensor, d_out: Tensor, vectors: ContextVectors, pool: bool
+) -> ContentGradient:
+    """What a line layer's gradient needs to write `d_k` and to add content attention's share to that of the values."""
+    gradient, turned, offset = context_gradient(q, d_out, vectors, pool)
+    return ContentGradient(k, d_k, gradient, turned, vectors.key_max, offset)
+
+
 def _sum_over_pixels(left: Tensor, right: Tensor, *, softmax: bool, pool: bool, **tensors: Tensor) -> None:
     batch, height, width, heads, _ = left.shape
     shape = shape_of(left, right)

@@ -18,6 +18,7 @@ from gsanet.functional.backends import Axis
 from gsanet.functional.fused import calls
 from gsanet.functional.fused.beside import start_beside
 from gsanet.functional.fused.plan import Shape, plan_line
+from gsanet.functional.fused.prepared import prepared_operator
 from gsanet.functional.fused.projection import (
     empty_results,
     kept,
@@ -280,19 +281,13 @@ def _attention_map(
     return to_feature_map(out), column, applied, *vectors, kept(projected, x)
 
 
-def _prepared_attention_map(*arguments: Any) -> tuple[Tensor, ...]:
+def _prepare(*arguments: Any) -> None:
     x, weight, *_, applied, heads, dim_key, content, stride, _ = arguments
     settings = (heads, dim_key, content, stride)
     _compile_ahead(_run_training, x.device, x.dtype, tuple(x.shape), weight.shape[0], settings, applied is None)
-    return _attention_map(*arguments)
 
 
-attention_map = torch.library.custom_op(
-    "gsanet::attention_map",
-    _prepared_attention_map,
-    mutates_args=(),
-    schema=torch.library.infer_schema(_attention_map, mutates_args=()),
-)
+attention_map = prepared_operator("gsanet::attention_map", _attention_map, _prepare)
 
 
 @attention_map.register_fake
@@ -345,8 +340,7 @@ def _attention_map_gradient(
     content_gradient = None
     if k is not None and d_k is not None:
         vectors = calls.ContextVectors(context, turned, key_max, key_inverse)
-        gradient, gradient_turned, offset = calls.context_gradient(q, d_out, vectors, pool)
-        content_gradient = calls.ContentGradient(k, d_k, gradient, gradient_turned, key_max, offset)
+        content_gradient = calls.content_gradient(q, k, d_k, d_out, vectors, pool)
     columns = calls.attend_gradient(
         q, v, rel_column, d_normalised, "column", d_q, d_v,
         accumulate=True, coefficients=coefficients, normalised=column, content=content_gradient,
@@ -478,18 +472,14 @@ def _attention_map_inference(
     return to_feature_map(out)
 
 
-def _prepared_attention_map_inference(*arguments: Any) -> Tensor:
+def _prepare_inference(*arguments: Any) -> None:
     x, weight, *_, finish, heads, dim_key, content, stride = arguments
     settings = (heads, dim_key, content, stride)
     _compile_ahead(_run_inference, x.device, x.dtype, tuple(x.shape), weight.shape[0], settings, finish is not None)
-    return _attention_map_inference(*arguments)
 
 
-attention_map_inference = torch.library.custom_op(
-    "gsanet::attention_map_inference",
-    _prepared_attention_map_inference,
-    mutates_args=(),
-    schema=torch.library.infer_schema(_attention_map_inference, mutates_args=()),
+attention_map_inference = prepared_operator(
+    "gsanet::attention_map_inference", _attention_map_inference, _prepare_inference
 )
 
 
