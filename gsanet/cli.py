@@ -1,6 +1,7 @@
 """The command `gsanet`: parse, call, print."""
 
 import json
+import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -311,6 +312,21 @@ def show_paper_studies(results: ResultsFolder = Path("results"), as_json: AsJson
         console.print(part, highlight=False)
 
 
+@paper.command("choices")
+def show_paper_choices(results: ResultsFolder = Path("results"), as_json: AsJson = False) -> None:
+    """What the recipe of the tables was chosen by: two networks on training images that were held out."""
+    from gsanet.paper.choices import choices
+    from gsanet.paper.results import read_results
+    from gsanet.paper.show import show_choices
+
+    rows = choices(read_results(results))
+    if as_json:
+        print(json.dumps([{**asdict(row), "mean": row.mean, "difference": row.difference} for row in rows], indent=2))
+        return
+    for part in show_choices(rows):
+        console.print(part, highlight=False)
+
+
 @paper.command("best")
 def show_paper_best(results: ResultsFolder = Path("results"), as_json: AsJson = False) -> None:
     """The best networks on CIFAR-100, whatever the recipe: GSA against a ResNet of its depth, and the paper's."""
@@ -444,6 +460,7 @@ def evaluate(
     from accelerate import PartialState
 
     from gsanet.models.described import shipped_weights
+    from gsanet.train.evaluate import overflow_words
     from gsanet.train.evaluate_weights import evaluate_weights, weights_recipe
     from gsanet.train.recipe import load_recipe
     from gsanet.train.run_directory import read_run
@@ -465,6 +482,8 @@ def evaluate(
     found = evaluate_weights(chosen, source)
     if PartialState().is_main_process:
         figures = {"model": chosen.model, "data": chosen.data_path, "weights": str(source), **asdict(found)}
+        if not math.isfinite(found.loss):  # JSON has no word for that
+            figures["loss"] = None
         if file is not None:
             file.write_text(json.dumps(figures, indent=2) + "\n")
         if as_json:
@@ -474,6 +493,8 @@ def evaluate(
             accuracies = [f"{found.top1:.2f}", f"{found.top5:.2f}", f"{found.loss:.4f}"]
             table.add_row(chosen.model, *accuracies, f"{found.images:,}", f"{found.images_per_second:,.0f}")
             console.print(table)
+            if found.overflowed:
+                console.print(f"{overflow_words(found.overflowed)}: counted as wrong, and not in the loss")
             if file is not None:
                 console.print(f"Also in {file}", soft_wrap=True)
     PartialState().destroy_process_group()

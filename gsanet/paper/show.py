@@ -10,6 +10,7 @@ from rich.table import Table
 from gsanet.bench import BenchRow, BenchSetting
 from gsanet.layers.attention import Combination
 from gsanet.paper.best import Pair, paper_best
+from gsanet.paper.choices import Choice, training_loss
 from gsanet.paper.compare import Compared, Difference, Setting
 from gsanet.paper.matrix import matrix
 from gsanet.paper.open_questions import Answer
@@ -219,6 +220,27 @@ def show_answers(rows: Sequence[Answer]) -> Iterator[RenderableType]:
         yield f"{NOT_YET} not measured here yet: `gsanet paper run NAME`."
     for dataset, recipe, length in sorted({row.measured.setting for row in rows if row.measured}):
         yield f"Measured on {dataset}, recipe {recipe}{length and ', '}{length}."
+
+
+def show_choices(rows: Sequence[Choice]) -> Iterator[RenderableType]:
+    """The recipes that were tried, and the lines below them."""
+    columns = ("Images", "Epochs", "ResNet-38", "GSA", "Difference", "Mean", "Training loss")
+    table = _table("Top-1 on held-out training images, by recipe", "", columns)
+    for row in rows:
+        losses = [None if run is None else training_loss(run) for run in (row.conv, row.gsa)]
+        table.add_row(
+            f"{row.training}\n  [dim]choice-*-{row.name}[/]",
+            f"{row.images:,}",
+            str(row.epochs),
+            *(NOT_YET if run is None else f"{run.top1:.2f}" for run in (row.conv, row.gsa)),
+            NOT_YET if row.difference is None else f"{row.difference:+.2f}",
+            NOT_YET if row.mean is None else f"{row.mean:.2f}",
+            ", ".join(NOT_YET if loss is None else f"{loss:.2f}" for loss in losses),
+        )
+    yield table
+    if any(row.mean is None for row in rows):
+        yield f"{NOT_YET} not measured here yet: `gsanet paper run 'choice-*'`."
+    yield "A recipe is taken for the higher mean of both networks. Training loss: ResNet-38's, then GSA's."
 
 
 def show_pairs(rows: Sequence[Pair]) -> Iterator[RenderableType]:

@@ -348,6 +348,7 @@ def epoch_row(progress: Progress, steps_per_epoch: int, result: Evaluation, spee
         "val_loss": result.loss,
         "top1": result.top1,
         "top5": result.top5,
+        "overflowed": result.overflowed,
         "images_per_second": speed,
     }
 

@@ -1,5 +1,6 @@
 """How good a network is: top-1, top-5, loss, and images a second."""
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -13,13 +14,17 @@ from gsanet.train.data import EvalLoader
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Accuracies in per cent; `loss` is the cross-entropy without label smoothing."""
+    """Accuracies in per cent; `loss` is the cross-entropy without label smoothing.
+
+    `overflowed` images have an output that is not finite: they count as wrong, and have no part in the loss.
+    """
 
     top1: float
     top5: float
     loss: float
     images: int
     images_per_second: float
+    overflowed: int = 0
 
 
 @torch.inference_mode()
@@ -27,23 +32,36 @@ def evaluate(model: nn.Module, loader: EvalLoader, accelerator: Accelerator, pre
     """Evaluate on all samples of a loader, over all processes; leaves the model in evaluation mode."""
     model.eval()
     device = accelerator.device
-    totals = torch.zeros(4, device=device)  # top-1, top-5, loss, images
+    totals = torch.zeros(5, device=device)  # top-1, top-5, loss, overflowed, images
     seen = 0
     start = time.perf_counter()
     for images, labels in loader.batches():
         with autocast(device, precision):
             logits = model(images)
         logits = logits.float()
-        ranked = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        totals[:3] += torch.stack([ranked[:, 0].sum(), ranked.sum(), loss])
+        finite = logits.isfinite().all(1)
+        ranked = (logits.topk(min(5, logits.shape[1])).indices == labels[:, None]) & finite[:, None]
+        losses = F.cross_entropy(logits, labels, reduction="none").where(finite, 0.0)
+        totals[:4] += torch.stack([ranked[:, 0].sum(), ranked.sum(), losses.sum(), (~finite).sum()])
         seen += len(labels)
-    totals[3] = seen
-    top1, top5, loss, count = accelerator.reduce(totals, "sum").tolist()
+    totals[4] = seen
+    top1, top5, loss, overflowed, count = accelerator.reduce(totals, "sum").tolist()
     seconds = time.perf_counter() - start
     if not count:
         raise ValueError("there are no images to evaluate on")
-    return Evaluation(100 * top1 / count, 100 * top5 / count, loss / count, int(count), count / seconds)
+    return Evaluation(
+        top1=100 * top1 / count,
+        top5=100 * top5 / count,
+        loss=loss / (count - overflowed) if overflowed < count else math.nan,
+        images=int(count),
+        images_per_second=count / seconds,
+        overflowed=int(overflowed),
+    )
+
+
+def overflow_words(overflowed: float) -> str:
+    """What to say of images that overflowed; nothing if none did."""
+    return f"{overflowed:,.0f} image{'s' if overflowed > 1 else ''} without a finite output" if overflowed else ""
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

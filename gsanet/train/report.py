@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from gsanet.train.checkpoint import explained, go_on, replace_file
+from gsanet.train.evaluate import overflow_words
 from gsanet.train.step_log import StepRecord
 
 METRICS = "metrics.jsonl"
@@ -73,10 +74,11 @@ class Reporter:
     def epoch(self, step: int, total_epochs: int, values: Mapping[str, float]) -> None:
         """An epoch is done and evaluated."""
         self.row("epoch", step, values)
+        overflowed = overflow_words(values.get("overflowed", 0))
         self.say(
             f"epoch {values['epoch']:.4g} of {total_epochs}: loss {values['train_loss']:.4f}, "
             f"validation loss {values['val_loss']:.4f}, top-1 {values['top1']:.2f} %, top-5 {values['top5']:.2f} %, "
-            f"{values['images_per_second']:,.0f} images/s"
+            f"{values['images_per_second']:,.0f} images/s{overflowed and ', '}{overflowed}"
         )
         self._last = step, time.perf_counter()  # the evaluation is no part of the training speed
 

@@ -327,6 +327,31 @@ def test_cross_entropy_without_smoothing_is_what_evaluation_reports(tiny_recipe,
     assert found.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
 
 
+def test_images_that_overflow_are_wrong_and_have_no_part_in_the_loss(tiny_recipe):
+    from gsanet.train.data import open_data
+    from gsanet.train.evaluate import evaluate, overflow_words
+
+    class Overflows(torch.nn.Module):
+        """Right about every image, but with infinity or no number for the others than the first of each batch."""
+
+        def forward(self, images):
+            logits = torch.full((len(images), 10), math.nan)
+            logits[::2] = math.inf
+            logits[0] = 0.0
+            return logits
+
+    recipe = tiny_recipe(steps=1)
+    accelerator = make_accelerator(recipe)
+    data = open_data("digits", recipe.data_settings, batch_size=64, seed=0, device=accelerator.device)
+    found = evaluate(Overflows(), data.val, accelerator)
+    batches = len([labels for _, labels in data.val.batches()])
+    assert found.overflowed == 360 - batches
+    assert found.loss == pytest.approx(math.log(10))
+    assert found.top5 <= 100 * batches / 360
+    assert overflow_words(found.overflowed) == f"{360 - batches} images without a finite output"
+    assert overflow_words(0) == ""
+
+
 def test_a_run_that_dies_in_an_evaluation_evaluates_when_it_goes_on(tiny_recipe, tmp_path, monkeypatch):
     from gsanet.train import engine
 
