@@ -227,18 +227,20 @@ def show_choices(rows: Sequence[Choice]) -> Iterator[RenderableType]:
     columns = ("Images", "Epochs", "ResNet-38", "GSA", "Difference", "Mean", "Training loss")
     table = _table("Top-1 on held-out training images, by recipe", "", columns)
     for row in rows:
-        losses = [None if run is None else training_loss(run) for run in (row.conv, row.gsa)]
+        missing = "" if row.alone else NOT_YET
+        losses = [NOT_YET if run is None else _figure(training_loss(run), 1, 2) for run in (row.conv, row.gsa)]
         table.add_row(
-            f"{row.training}\n  [dim]choice-*-{row.name}[/]",
+            f"{row.network if row.alone else row.training}\n  [dim]choice-*-{row.name}[/]",
             f"{row.images:,}",
             str(row.epochs),
-            *(NOT_YET if run is None else f"{run.top1:.2f}" for run in (row.conv, row.gsa)),
-            NOT_YET if row.difference is None else f"{row.difference:+.2f}",
-            NOT_YET if row.mean is None else f"{row.mean:.2f}",
-            ", ".join(NOT_YET if loss is None else f"{loss:.2f}" for loss in losses),
+            missing if row.conv is None else f"{row.conv.top1:.2f}",
+            NOT_YET if row.gsa is None else f"{row.gsa.top1:.2f}",
+            missing if row.difference is None else f"{row.difference:+.2f}",
+            missing if row.mean is None else f"{row.mean:.2f}",
+            losses[1] if row.alone else ", ".join(losses),
         )
     yield table
-    if any(row.mean is None for row in rows):
+    if any(row.gsa is None or (row.conv is None and not row.alone) for row in rows):
         yield f"{NOT_YET} not measured here yet: `gsanet paper run 'choice-*'`."
     yield "A recipe is taken for the higher mean of both networks. Training loss: ResNet-38's, then GSA's."
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
@@ -79,11 +80,32 @@ class UnscaledTablesGSA(GlobalSelfAttention):
                 nn.init.normal_(table, std=math.sqrt(1 / table.shape[1]))
 
 
+class HeKeysGSA(GlobalSelfAttention):
+    """Keys that start with variance 2 / dim: that of the pixels is about 1, and the softmax sees half of them."""
+
+    key_variance = 2.0
+
+    def reset_parameters(self) -> None:
+        """As the module's own, but for the keys."""
+        super().reset_parameters()
+        with torch.no_grad():
+            keys = self.qkv.weight[self.dim_key : 2 * self.dim_key]
+            nn.init.normal_(keys, std=math.sqrt(self.key_variance / self.dim))
+
+
+class SharpKeysGSA(HeKeysGSA):
+    """Keys that start with variance 8 / dim: the softmax sees between a tenth and a third of the pixels."""
+
+    key_variance = 8.0
+
+
 # Name: settings. All of 38 layers: the shortest of the paper's.
 NETWORKS = {
     "gsa_resnet38_query_softmax": replace(RESNET38, attention=QuerySoftmaxGSA),
     "gsa_resnet38_norm_qkv": replace(RESNET38, attention=NormQKVGSA),
     "gsa_resnet38_unscaled_tables": replace(RESNET38, attention=UnscaledTablesGSA),
+    "gsa_resnet38_he_keys": replace(RESNET38, attention=HeKeysGSA),
+    "gsa_resnet38_sharp_keys": replace(RESNET38, attention=SharpKeysGSA),
 }
 
 default_cfgs = generate_default_cfgs({name: network_cfg(settings, {}) for name, settings in NETWORKS.items()})

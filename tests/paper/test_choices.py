@@ -20,7 +20,9 @@ def folder(tmp_path):
 
 def test_both_networks_have_one_recipe():
     names = [name.removeprefix(CONV) for name in matrix() if name.startswith(CONV)]
-    assert [name.removeprefix(GSA) for name in matrix() if name.startswith(GSA)] == names
+    alone = [choice.name for choice in choices(Results()) if choice.alone]
+    assert [choice.name for choice in choices(Results()) if not choice.alone] == names
+    assert all(matrix()[GSA + name].network.model != "gsa_resnet38" for name in alone)  # another module
     for name in names:
         conv, gsa = (matrix()[prefix + name] for prefix in (CONV, GSA))
         assert conv.recipe.model == "conv_resnet38"

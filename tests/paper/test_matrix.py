@@ -44,7 +44,7 @@ def test_every_row_of_the_tables_has_a_run(number):
 
 
 def test_the_runs_can_be_made():
-    assert len(matrix()) == 66
+    assert len(matrix()) == 68
     assert [name for name in matrix() if name.endswith("seed1")] == [
         *(f"{name}{depth}-seed1" for depth in (38, 50, 101) for name in ("conv", "gsa")),
         "gsa50-groups-234-seed1",
@@ -76,6 +76,11 @@ def test_the_changed_modules_differ_in_what_they_say():
     tables = studies.UnscaledTablesGSA(512, feat_size=64).rel_row
     assert tables.std().item() == pytest.approx(64**-0.5, rel=0.05)
     assert len(studies.NormQKVGSA(32, feat_size=6).norms) == 3
+    for kind, variance in ((studies.HeKeysGSA, 2), (studies.SharpKeysGSA, 8)):
+        q, k, v = kind(512, feat_size=4).qkv.weight.split(512)
+        assert k.std().item() == pytest.approx((variance / 512) ** 0.5, rel=0.02)
+        assert q.std().item() == pytest.approx(v.std().item(), rel=0.02)
+        assert v.std().item() == pytest.approx((1 / 3 / 512) ** 0.5, rel=0.02)
 
 
 def test_choosing():
