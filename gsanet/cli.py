@@ -4,7 +4,7 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -742,6 +742,44 @@ def explain(
         console.print(escape(line), soft_wrap=True, highlight=False)
 
 
+@app.command("balance")
+def show_balance(
+    images: Annotated[list[str], typer.Argument(help="Files, folders (with all below them) and http(s) addresses.")],
+    run: RunOption = None,
+    model: ModelOption = "",
+    weights: WeightsOption = None,
+    most: Annotated[int, typer.Option(help="Take at most so many images, evenly from all.", min=1)] = 200,
+    device: DeviceOption = "",
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what each GSA module does over many images: content beside position, and how far they look."""
+    from gsanet.explain.branches import balance
+    from gsanet.images import UnreadableImageError, find_images, read_image
+
+    classifier = _load_classifier(run, model, weights, settings, device)
+    sources = find_images(images)
+    sources = sources[:: -(-len(sources) // most)]
+    unread: list[str] = []
+
+    def inputs() -> Iterator[Any]:
+        for source in track(sources, description="Measuring", console=errors, transient=True):
+            try:
+                yield classifier.transform(read_image(str(source)).image)
+            except UnreadableImageError as error:
+                unread.append(str(error))
+
+    rows = balance(classifier.model, inputs())
+    if as_json:
+        print(json.dumps([{**asdict(row), "ratio": row.ratio} for row in rows], indent=2))
+    else:
+        for part in _show_balance(rows, classifier.name, len(sources) - len(unread)):
+            console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+    if unread:
+        lines = [f"{len(unread)} of {len(sources)} images could not be read:", *unread]
+        errors.print(escape("\n  ".join(lines)), highlight=False, soft_wrap=True, style="yellow")
+
+
 @app.command()
 def explore(
     run: RunOption = None,
@@ -797,6 +835,30 @@ def _show_predictions(predictions: Sequence[Any]) -> list[Table | str]:
             table.add_row(escape(guess.name), _bar(guess.probability, 30), _percent(guess))
         parts += [f"[bold]{escape(title)}[/]", table]
     return parts
+
+
+def _show_balance(rows: Sequence[Any], network: str, images: int) -> Iterator[Table | str]:
+    """A line for each module, and what its columns mean."""
+    from gsanet.explain.image import place_of
+
+    table = Table(title=f"{network}, {images:,} image{'s' if images > 1 else ''}", box=None, pad_edge=False)
+    table.add_column("Module", no_wrap=True)
+    for heading in ("Map", "Content /\nposition", "Pixels that\nkeys choose", "", "Looks along\na column", "a row"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for row in rows:
+        lengths = ("" if value is None else f"{value:.1f}" for value in (row.column, row.row))
+        table.add_row(
+            place_of(row.module),
+            "x".join(map(str, row.size)),
+            "" if row.ratio is None else f"{row.ratio:.2f}",
+            "" if row.seen is None else f"{row.seen:.1%}",
+            "" if row.seen is None else _bar(row.seen, 8),
+            *lengths,
+        )
+    yield table
+    yield "Content / position: the sizes of the two outputs that are added."
+    yield "Pixels that keys choose: 100 % if the softmax weighs all alike; content attention is then pooling."
+    yield "Looks along: the mean distance of what positional attention weighs, in pixels of the map."
 
 
 def _bar(share: float, width: int) -> Bar:
