@@ -81,7 +81,7 @@ class UnscaledTablesGSA(GlobalSelfAttention):
 
 
 class HeKeysGSA(GlobalSelfAttention):
-    """Keys that start with variance 2 / dim: that of the pixels is about 1, and the softmax sees half of them."""
+    """Keys that start with variance 2 / dim: that of the pixels is about 1, and the softmax chooses more than half of them."""
 
     key_variance = 2.0
 
@@ -94,7 +94,7 @@ class HeKeysGSA(GlobalSelfAttention):
 
 
 class SharpKeysGSA(HeKeysGSA):
-    """Keys that start with variance 8 / dim: the softmax sees between a tenth and a third of the pixels."""
+    """Keys that start with variance 8 / dim: the softmax chooses between a seventh and a third of the pixels."""
 
     key_variance = 8.0
 
