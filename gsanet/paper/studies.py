@@ -81,7 +81,7 @@ class UnscaledTablesGSA(GlobalSelfAttention):
 
 
 class HeKeysGSA(GlobalSelfAttention):
-    """Keys that start with variance 2 / dim: that of the pixels is about 1, and the softmax chooses more than half of them."""
+    """Keys that start with variance 2 / dim: the softmax chooses more than half of the pixels."""
 
     key_variance = 2.0
 
