@@ -685,9 +685,7 @@ def predict(
     else:
         for part in _show_predictions([prediction for prediction in predictions if not prediction.error]):
             console.print(part, highlight=False, soft_wrap=isinstance(part, str))
-    if failed:
-        lines = [f"{len(failed)} of {len(predictions)} images could not be read:", *(each.error for each in failed)]
-        errors.print(escape("\n  ".join(lines)), highlight=False, soft_wrap=True, style="yellow")
+    _name_unread([each.error for each in failed], len(predictions))
     if len(failed) == len(predictions):
         raise typer.Exit(1)
 
@@ -775,9 +773,7 @@ def show_balance(
     else:
         for part in _show_balance(rows, classifier.name, len(sources) - len(unread)):
             console.print(part, highlight=False, soft_wrap=isinstance(part, str))
-    if unread:
-        lines = [f"{len(unread)} of {len(sources)} images could not be read:", *unread]
-        errors.print(escape("\n  ".join(lines)), highlight=False, soft_wrap=True, style="yellow")
+    _name_unread(unread, len(sources))
 
 
 @app.command()
@@ -814,6 +810,13 @@ def _load_classifier(run: Path | None, model: str, weights: Path | None, setting
     if device:
         check_device(device)
     return load_classifier(run, model, weights, _overrides(settings, {}), device or None)
+
+
+def _name_unread(reasons: Sequence[str], images: int) -> None:
+    """Which of so many images could not be read, if any."""
+    if reasons:
+        lines = [f"{len(reasons)} of {images} images could not be read:", *reasons]
+        errors.print(escape("\n  ".join(lines)), highlight=False, soft_wrap=True, style="yellow")
 
 
 def _show_predictions(predictions: Sequence[Any]) -> list[Table | str]:
