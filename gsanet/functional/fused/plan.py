@@ -174,10 +174,9 @@ def _plan_pieces(
 
 
 def _pieces(length: int, shortest: int) -> Iterator[int]:
-    """Lengths of pieces of a line, the longest first: about as long as each other, and multiples of 8."""
-    most = -(-length // shortest)
-    lengths = (_round_up(-(-length // pieces), 8) for pieces in range(max(2, -(-length // BAND)), most + 1))
-    return (piece for piece in dict.fromkeys(lengths) if shortest <= piece)
+    """Lengths of the pieces of a line, which are of about one length: multiples of 8, the longest first."""
+    lengths = (_round_up(-(-length // pieces), 8) for pieces in range(-(-length // BAND), -(-length // 8) + 1))
+    return (piece for piece in dict.fromkeys(lengths) if piece >= shortest)
 
 
 def _launch_lines(

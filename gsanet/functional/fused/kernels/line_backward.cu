@@ -23,7 +23,7 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
   const Tiles tiles{{shared}, {shared + VALUE_TILE}, {shared + GRADIENT_TILE}, {shared + KEY_TILE}};
   T* const scores = shared + SCORES;
   T* const table = shared + TABLE;
-  const int warp = warp_index();
+  const int warp = warp_index(), row = lane_index() / 4, column = lane_index() % 4 * 2;
 
   fill_with_zeros(shared, TABLE);
   copy_table(table, arguments.rel);
@@ -67,7 +67,7 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
         differentiate_content(d_values[own], tiles.keys, tiles.values, pair, arguments.d_context + image_head * CONTEXT_SIZE,
                               arguments.d_context_turned + image_head * CONTEXT_SIZE, arguments.key_max + image_head * KEY,
                               arguments.key_offset + image_head * KEY);
-      store_values(tiles.gradient, d_values[own], pair);
+      store_values(tiles.gradient, d_values[own], pair, row, column);
     }
     block_barrier();
     store_lines<Part::ALL>(tiles, lines, arguments, sums_of_channels);

@@ -42,6 +42,7 @@ KERNEL(THREADS, BLOCKS) line_backward_pieces(const Arguments arguments) {
   T* const scores = shared + SCORES;
   T* const table = shared + TABLE;
   float* const window = reinterpret_cast<float*>(table + TABLE_SIZE);
+  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
   const int length = arguments.length, rows = 2 * length - 1;
   float* const d_rel = arguments.d_rel + static_cast<long long>(block_row() * block_count() + block_index()) * rows * KEY;
 
@@ -50,8 +51,7 @@ KERNEL(THREADS, BLOCKS) line_backward_pieces(const Arguments arguments) {
   for (int i = thread_index(); i < rows * KEY; i += THREADS) d_rel[i] = 0.f;
   block_barrier();
 
-  const Lines all{arguments.total_lines, arguments.lines_per_image, block_row() * HEADS};
-  Piece attending{all, length}, attended{all, length};
+  Piece lines{{arguments.total_lines, arguments.lines_per_image, block_row() * HEADS}, length};
   const ChannelSums<VALUE> sums_of_channels{window + WINDOW_FLOATS};
   if constexpr (STATISTICS) {
     const float zeros[ACCESS] = {};
@@ -62,14 +62,15 @@ KERNEL(THREADS, BLOCKS) line_backward_pieces(const Arguments arguments) {
   const int begin = static_cast<int>(static_cast<long long>(items) * block_index() / block_count());
   const int end = static_cast<int>(static_cast<long long>(items) * (block_index() + 1) / block_count());
   for (int item = begin; item < end; ++item) {
-    attending.move_to(item * LINES);
-    attended.move_to(item * LINES);
-    for (attended.begin = 0; attended.begin < length; attended.begin += LENGTH) {
-      load_lines<Part::ATTENDED>(tiles, attended, arguments);
+    lines.move_to(item * LINES);
+    for (int attended = 0; attended < length; attended += LENGTH) {
+      lines.begin = attended;
+      load_lines<Part::ATTENDED>(tiles, lines, arguments);
       ValueSums d_values[OWN_PAIRS] = {};
-      for (attending.begin = 0; attending.begin < length; attending.begin += LENGTH) {
-        const int first = length - LENGTH + attended.begin - attending.begin;
-        load_lines<Part::ATTENDING>(tiles, attending, arguments);
+      for (int attending = 0; attending < length; attending += LENGTH) {
+        const int first = length - LENGTH + attended - attending;
+        lines.begin = attending;
+        load_lines<Part::ATTENDING>(tiles, lines, arguments);
         copy_window(table, arguments.rel, first, rows);
         wait_for_copies();
         block_barrier();
@@ -79,44 +80,47 @@ KERNEL(THREADS, BLOCKS) line_backward_pieces(const Arguments arguments) {
         TurnedWindows turned;
         if constexpr (TURNED_IN_REGISTERS) turned.load(table);
         TableSums d_table = {};
-        differentiate_pixels<0>(d_values, d_table, tiles, scores, table, windows, turned);
-        block_barrier();
+        T* const again = shared + anew(0);
+        const Tiles here{{again}, {again + VALUE_TILE}, {again + GRADIENT_TILE}, {again}};
+        differentiate_pixels<0>(d_values, d_table, here, again + SCORES, again + TABLE, windows, turned);
+        add_window(d_rel, window, d_table, first, rows);  // waits for all warps, before the next steps need their dQ
 
-        if (CONTENT_QUERIES && attended.begin + LENGTH >= length) {
+        if (CONTENT_QUERIES && attended + LENGTH >= length) {
           for (int pair = warp_index(); pair < PAIRS; pair += WARPS)
             add_content_to_queries(tiles.queries, tiles.gradient, pair,
-                                   arguments.context + attended.image_head(pair, arguments.heads) * CONTEXT_SIZE);
+                                   arguments.context + lines.image_head(pair, arguments.heads) * CONTEXT_SIZE);
           block_barrier();
         }
-        if (ACCUMULATE || attended.begin > 0)
-          store_queries<true>(tiles, attending, arguments);
+        if (ACCUMULATE || attended > 0)
+          store_queries<true>(tiles, lines, arguments);
         else
-          store_queries<false>(tiles, attending, arguments);
-        add_window(d_rel, window, d_table, first, rows);
+          store_queries<false>(tiles, lines, arguments);
+        block_barrier();
       }
 
+      lines.begin = attended;
       if constexpr (CONTENT_KEYS) {
-        copy_in<KEY>(tiles.keys, arguments.keys, attended);
+        copy_in<KEY>(tiles.keys, arguments.keys, lines);
         wait_for_copies();
         block_barrier();
       }
 #pragma unroll
       for (int own = 0; own < OWN_PAIRS; ++own)
         if (const int pair = warp_index() + own * WARPS; pair < PAIRS) {
-          const long long image_head = attended.image_head(pair, arguments.heads);
+          const long long image_head = lines.image_head(pair, arguments.heads);
           if constexpr (CONTENT_KEYS)
             differentiate_content(d_values[own], tiles.keys, tiles.values, pair, arguments.d_context + image_head * CONTEXT_SIZE,
                                   arguments.d_context_turned + image_head * CONTEXT_SIZE,
                                   arguments.key_max + image_head * KEY, arguments.key_offset + image_head * KEY);
-          store_values(tiles.gradient, d_values[own], pair);
+          store_values(tiles.gradient, d_values[own], pair, row, column);
         }
       block_barrier();
-      store_lines<Part::ATTENDED>(tiles, attended, arguments, sums_of_channels);
+      store_lines<Part::ATTENDED>(tiles, lines, arguments, sums_of_channels);
       block_barrier();
       fill_with_zeros(shared, SCORES);  // keys are not zero past the line, and a bad line leaves more than zeros everywhere
       block_barrier();
     }
   }
   if constexpr (STATISTICS)
-    sums_of_channels.write(arguments.statistics, arguments.heads * VALUE, all.first_head * VALUE);
+    sums_of_channels.write(arguments.statistics, arguments.heads * VALUE, lines.first_head * VALUE);
 }

@@ -336,9 +336,8 @@ DEVICE void differentiate_content(ValueSums& d_values, QueryTile keys, ValueTile
   }
 }
 
-// dV of a pair takes dY's place.
-DEVICE void store_values(ValueTile gradient, const ValueSums& d_values, int pair) {
-  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+// dV of a pair takes dY's place; (row, column) is where the lane's sums begin.
+DEVICE void store_values(ValueTile gradient, const ValueSums& d_values, int pair, int row, int column) {
 #pragma unroll
   for (int i = 0; i < LINE_TILES; ++i)
 #pragma unroll
