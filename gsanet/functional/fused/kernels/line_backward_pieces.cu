@@ -39,7 +39,6 @@ KERNEL(THREADS, BLOCKS) line_backward_pieces(const Arguments arguments) {
   SHARED_MEMORY(memory);
   T* const shared = reinterpret_cast<T*>(memory);
   const Tiles tiles{{shared}, {shared + VALUE_TILE}, {shared + GRADIENT_TILE}, {shared}};
-  T* const scores = shared + SCORES;
   T* const table = shared + TABLE;
   float* const window = reinterpret_cast<float*>(table + TABLE_SIZE);
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
@@ -80,9 +79,10 @@ KERNEL(THREADS, BLOCKS) line_backward_pieces(const Arguments arguments) {
         TurnedWindows turned;
         if constexpr (TURNED_IN_REGISTERS) turned.load(table);
         TableSums d_table = {};
-        T* const again = shared + anew(0);
-        const Tiles here{{again}, {again + VALUE_TILE}, {again + GRADIENT_TILE}, {again}};
-        differentiate_pixels<0>(d_values, d_table, here, again + SCORES, again + TABLE, windows, turned);
+        // Addresses are worked out for each pair of pieces: kept over all of them, they are more than there are registers.
+        T* const here = shared + anew(0);
+        differentiate_pixels<0>(d_values, d_table, {{here}, {here + VALUE_TILE}, {here + GRADIENT_TILE}, {here}},
+                                here + SCORES, here + TABLE, windows, turned);
         add_window(d_rel, window, d_table, first, rows);  // waits for all warps, before the next steps need their dQ
 
         if (CONTENT_QUERIES && attended + LENGTH >= length) {

@@ -336,7 +336,7 @@ DEVICE void differentiate_content(ValueSums& d_values, QueryTile keys, ValueTile
   }
 }
 
-// dV of a pair takes dY's place; (row, column) is where the lane's sums begin.
+// dV of a pair takes dY's place; (row, column) is where the lane's sums begin, as the kernel has it in registers.
 DEVICE void store_values(ValueTile gradient, const ValueSums& d_values, int pair, int row, int column) {
 #pragma unroll
   for (int i = 0; i < LINE_TILES; ++i)
