@@ -5,8 +5,8 @@
 //   for each attending pixel x           dQ_x = dS_x times the window of R,   dR's window += dS_x^T Q_x
 //
 // A warp owns the attending pixels x with x % WARPS = its number, so dR's rows move by whole groups of eight from one of
-// its pixels to the next: each warp keeps all rows of dR that it meets in registers over all its lines, and the warps are
-// summed once, in a fixed order.
+// its pixels to the next: each warp keeps all rows of dR that it meets in registers, and the warps are summed in a fixed
+// order, once for all lines (line_backward.cu) or after each pair of pieces of them (line_backward_pieces.cu).
 //
 // On the way in the values may be normalised (NORM_VALUES) and the gradient may be that of a batch norm's input
 // (NORM_GRADIENT: a dY + b Y + c) or of a 2 x 2 mean (POOL). Of content attention the kernel of the rows, which has the
