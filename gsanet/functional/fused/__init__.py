@@ -98,8 +98,9 @@ def refuses(operation: Operation, *tensors: Tensor, **settings: object) -> str |
         if max(q.shape[1:3]) > LONGEST:
             return f"its kernels take maps of up to {LONGEST} x {LONGEST} pixels, not {q.shape[1]} x {q.shape[2]}"
         shape = (*q.shape[1:], v.shape[4])
-        if not all(ops.fits(q, shape, axis, backward=False) for axis in ("column", "row")):
-            return f"a line of {max(q.shape[1:3])} pixels with heads this wide does not fit into shared memory"
+        for backward in (False, True) if _differentiated(*tensors) else (False,):
+            if not all(ops.fits(q, shape, axis, backward=backward) for axis in ("column", "row")):
+                return f"a line of {max(q.shape[1:3])} pixels with heads this wide does not fit into shared memory"
     return None
 
 

@@ -30,7 +30,7 @@ LineBackward: Any = _structure(
     queries=Map, values=Map, gradient=Map, second=Map, keys=Map, d_queries=Map, d_values=Map, d_keys=Map,
     rel=c_void_p, d_rel=c_void_p, norm=c_void_p, d_context=c_void_p, d_context_turned=c_void_p,
     key_max=c_void_p, key_offset=c_void_p, moments=c_void_p, statistics=c_void_p,
-    lines_per_image=c_int, total_lines=c_int, heads=c_int, context=c_void_p,
+    lines_per_image=c_int, total_lines=c_int, heads=c_int, length=c_int, context=c_void_p,
 )  # fmt: skip
 
 Context: Any = _structure(

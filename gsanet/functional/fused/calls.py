@@ -252,6 +252,7 @@ def attend_gradient(
         lines_per_image=across,
         total_lines=batch * across,
         heads=heads,
+        length=length,
     )
     if normalised is not None:
         values.second = arguments.line_map(normalised, axis)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gsanet.functional import lean
 from gsanet.functional.backends import Axis
 from gsanet.functional.fused import calls
 from gsanet.functional.fused.beside import start_beside
@@ -69,26 +68,10 @@ def _save_positional(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], outpu
 
 def _positional_gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     q, v, rel = ctx.saved_tensors
-    if fits(q, (*q.shape[1:], v.shape[4]), ctx.axis, backward=True):
-        return *positional_attention_gradient(q, v, rel, d_out, ctx.axis), None
-    if ctx.axis == "column":
-        return *_long_line_gradient(q, v, rel, d_out), None
-    d_q, d_v, d_rel = _long_line_gradient(q.transpose(1, 2), v.transpose(1, 2), rel, d_out.transpose(1, 2))
-    return d_q.transpose(1, 2), d_v.transpose(1, 2), d_rel, None
+    return *positional_attention_gradient(q, v, rel, d_out, ctx.axis), None
 
 
 positional_attention.register_autograd(_positional_gradient, setup_context=_save_positional)
-
-
-def _long_line_gradient(q: Tensor, v: Tensor, rel: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """By plain products, for columns too long for the kernel's registers."""
-    length = q.shape[1]
-    d_q, d_v, d_windows = lean.mix_gradient(q, v, lean.windows(rel), d_out, (True, True, True))
-    # Summed over x along the diagonals i - x: rows that overlap by all but one column put these under each other.
-    shifted = rel.new_zeros(length * (2 * length - 1), rel.shape[1])
-    shifted.as_strided((length, length, rel.shape[1]), ((2 * length - 2) * rel.shape[1], rel.shape[1], 1),
-                       (length - 1) * rel.shape[1]).copy_(d_windows.transpose(1, 2))  # fmt: skip
-    return d_q, d_v, shifted.unflatten(0, (length, 2 * length - 1)).sum(0)
 
 
 def fits(

@@ -4,7 +4,7 @@ The sizes here are those that the kernels' sources work out for themselves (`ker
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ SCALARS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 BAND = 64  # pixels of a line whose scores are held at a time
 LONGEST = 320  # pixels of a line
 SHORT = 16  # pixels of a line up to which more and smaller blocks are faster
+SHORT_PIECE = 32  # pixels of a piece of a line below which what comes with each pair of pieces outweighs its products
 WIDTHS = range(4, 129)  # channels of a head
 # The most pixels that a block of the context vectors takes at once, and bytes of shared memory: larger maps pass
 # through two stages.
@@ -29,6 +30,10 @@ class Machine:
     multiprocessors: int
     shared_memory: int  # bytes that one block may have
     shared_memory_in_all: int  # of a multiprocessor
+
+    def blocks_of(self, shared: int) -> int:
+        """How many blocks fit on a multiprocessor: each takes a kilobyte more than it asks for."""
+        return self.shared_memory_in_all // (shared + 1024)
 
 
 @functools.cache
@@ -104,10 +109,18 @@ def plan_line(
         length: Pixels on a line.
         lines: Lines in the whole batch.
         backward: The gradient's kernel.
-        features: The switches of `kernels/line_forward.cu` or `kernels/line_backward.cu`, in lower case.
+        features: The switches of `kernels/line_forward.cu` or `kernels/line_gradient.cuh`, in lower case.
     """
-    if backward and length > BAND:
-        return None
+    if not backward:
+        return _plan_whole(machine, shape, length, lines, False, features)
+    whole = _plan_whole(machine, shape, length, lines, True, features) if length <= BAND else None
+    return whole or _plan_pieces(machine, shape, length, lines, features)
+
+
+def _plan_whole(
+    machine: Machine, shape: Shape, length: int, lines: int, backward: bool, features: Mapping[str, bool]
+) -> Launch | None:
+    """Blocks that hold whole lines."""
     pairs = _most_pairs(shape, length, backward, features)
     while not backward and pairs > 2 and lines * shape.heads < pairs * machine.multiprocessors:
         pairs //= 2  # a batch of few images: rather half-empty products than idle multiprocessors
@@ -115,38 +128,86 @@ def plan_line(
         if features.get("pool") and lines_at_once % 2:
             continue
         shared = _line_memory(shape, length, heads, lines_at_once, backward, features.get("content_keys", False))
-        sums = 32 * 8 * 16 // shape.size if backward and features.get("statistics") else 0  # bytes for each warp
+        sums = _sums_memory(shape, features) if backward else 0
         if shared + 16 * sums > machine.shared_memory:
             continue
-        # A block takes a kilobyte more than it asks for.
-        fitting = machine.shared_memory_in_all // (shared + 8 * sums + 1024)
+        fitting = machine.blocks_of(shared + 8 * sums)
         if backward:
             chosen = _backward_warps(shape, length, heads * lines_at_once, fitting, features.get("content_keys", False))
         else:
             chosen = _forward_warps(shape, length, fitting)
         if chosen is None:
             return None
-        warps, blocks = chosen
-        shared += warps * sums
-        kernel = specialise(
-            f"line_{'backward' if backward else 'forward'}.cu",
-            "line_backward" if backward else "line_forward",
-            SCALAR=SCALARS[shape.dtype],
-            LENGTH=length,
-            KEY=shape.key,
-            VALUE=shape.value,
-            HEADS=heads,
-            LINES=lines_at_once,
-            WARPS=warps,
-            BLOCKS=blocks,
-            BAND=BAND,
-            VECTOR=shape.vector,
-            **{name.upper(): value for name, value in features.items()},
-        )
-        groups = shape.heads // heads
-        persistent = max(1, machine.multiprocessors * blocks // groups)
-        return Launch(kernel, (min(-(-lines // lines_at_once), persistent), groups), 32 * warps, shared)
+        entry = "line_backward" if backward else "line_forward"
+        cut = (length, heads, lines_at_once, *chosen)
+        return _launch_lines(machine, shape, entry, cut, lines, shared + chosen[0] * sums, features)
     return None
+
+
+def _plan_pieces(
+    machine: Machine, shape: Shape, length: int, lines: int, features: Mapping[str, bool]
+) -> Launch | None:
+    """Blocks that hold pieces of lines, for the gradient: `kernels/line_backward_pieces.cu`.
+
+    Rather blocks that fill their products than long pieces, but what each pair of pieces costs besides its products
+    wants these not too short.
+    """
+    content_keys = features.get("content_keys", False)
+    sums = _sums_memory(shape, features)
+    for shortest in (SHORT_PIECE, 16):
+        for heads, lines_at_once in _cuts(shape.heads, 16):
+            if features.get("pool") and lines_at_once % 2:
+                continue
+            items = -(-lines // lines_at_once) * (shape.heads // heads)
+            for piece in _pieces(length, shortest):
+                shared = _pieces_memory(shape, piece, heads, lines_at_once)
+                if shared + 16 * sums > machine.shared_memory:
+                    continue
+                # Where each multiprocessor has one block at most, one that needs the room of two is faster.
+                fitting = 1 if items <= machine.multiprocessors else machine.blocks_of(shared + 8 * sums)
+                chosen = _backward_warps(shape, piece, heads * lines_at_once, fitting, content_keys)
+                if chosen is not None:
+                    cut = (piece, heads, lines_at_once, *chosen)
+                    shared += chosen[0] * sums
+                    return _launch_lines(machine, shape, "line_backward_pieces", cut, lines, shared, features)
+    return None
+
+
+def _pieces(length: int, shortest: int) -> Iterator[int]:
+    """Lengths of the pieces of a line, which are of about one length: multiples of 8, the longest first."""
+    lengths = (_round_up(-(-length // pieces), 8) for pieces in range(-(-length // BAND), -(-length // 8) + 1))
+    return (piece for piece in dict.fromkeys(lengths) if piece >= shortest)
+
+
+def _launch_lines(
+    machine: Machine,
+    shape: Shape,
+    entry: str,
+    cut: tuple[int, int, int, int, int],
+    lines: int,
+    shared: int,
+    features: Mapping[str, bool],
+) -> Launch:
+    """A kernel of lines; `cut` is (pixels that a block holds, heads, lines at once, warps, blocks)."""
+    length, heads, lines_at_once, warps, blocks = cut
+    kernel = specialise(
+        f"{entry}.cu",
+        entry,
+        SCALAR=SCALARS[shape.dtype],
+        LENGTH=length,
+        KEY=shape.key,
+        VALUE=shape.value,
+        HEADS=heads,
+        LINES=lines_at_once,
+        WARPS=warps,
+        BLOCKS=blocks,
+        BAND=BAND,
+        VECTOR=shape.vector,
+        **{name.upper(): value for name, value in features.items()},
+    )
+    groups = shape.heads // heads
+    persistent = max(1, machine.multiprocessors * blocks // groups)
+    return Launch(kernel, (min(-(-lines // lines_at_once), persistent), groups), 32 * warps, shared)
 
 
 def _most_pairs(shape: Shape, length: int, backward: bool, features: Mapping[str, bool]) -> int:
@@ -173,6 +234,17 @@ def _cuts(heads: int, pairs: int) -> list[tuple[int, int]]:
     most = pairs // whole
     cuts = [(whole, lines) for lines in range(most, 0, -1) if lines in (1, 2, 4, 8, most)]
     return cuts + [(divisor, lines) for divisor in others for lines in (2, 1)]
+
+
+def _sums_memory(shape: Shape, features: Mapping[str, bool]) -> int:
+    """Bytes for each warp of the gradient's sums of channels."""
+    return 32 * 8 * 16 // shape.size if features.get("statistics") else 0
+
+
+def _pieces_memory(shape: Shape, length: int, heads: int, lines: int) -> int:
+    """As `_line_memory` of so long a line without keys, and a window of the table's gradient."""
+    without_keys = _line_memory(shape, length, heads, lines, backward=True, content_keys=False)
+    return without_keys + 4 * _round_up((2 * length - 1) * shape.key, 4)
 
 
 def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bool, content_keys: bool) -> int:

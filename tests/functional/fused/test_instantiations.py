@@ -35,7 +35,7 @@ MACHINES = {
 }
 # Bytes that a thread stores to, or loads from, local memory because its registers are too few: not more than now, with
 # some room for another compiler.
-MOST_SPILLED = {"line_forward": 320, "line_backward": 1300}
+MOST_SPILLED = {"line_forward": 320, "line_backward": 1300, "line_backward_pieces": 520}
 REGISTERS = 65536  # of a multiprocessor
 LINES_AND_CONTEXT = {
     "line_forward", "line_backward", "table_gradient", "context_partial", "context_combine", "context_gradient",
@@ -95,6 +95,21 @@ def test_kernels_of_networks_with_fewer_components_compile_and_fit(planned):
             assert not any(constants.get(name) for name in ("NORM_VALUES", "NORM_GRADIENT", "ACCUMULATE", "STATISTICS"))
     plans = dict.fromkeys(itertools.chain(*found))
     check_that_they_fit(MACHINES["sm_90"], compile_all([plan.kernel for plan in plans], "sm_90", workers=2), plans)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dim", "size", "stride"),
+    [*((architecture, 64, (112, 112), 1) for architecture in MACHINES), ("sm_90", 256, (50, 84), 2)],
+)
+def test_gradients_of_long_lines_compile_and_fit(planned, architecture, dim, size, stride):
+    """As of the first groups of a detector's backbone, in large batches."""
+    planned.machine = replace(MACHINES[architecture], multiprocessors=1)
+    module = gsanet.GlobalSelfAttention(dim, dim, size, stride, dtype=torch.bfloat16)
+    module(torch.zeros(1, dim, *size, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    plans = {plan for plan in planned.launched if plan.kernel.entry == "line_backward_pieces"}
+    assert len(plans) == (2 if min(size) > 64 else 1)
+    binaries = compile_all([plan.kernel for plan in plans], architecture, workers=2)
+    check_that_they_fit(planned.machine, binaries, plans)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -53,6 +53,7 @@ struct Lines {
   }
 
   DEVICE bool exists(int slot) const { return first + slot < total; }
+  DEVICE bool exists(int slot, int) const { return exists(slot); }  // a pixel: all of a line
 
   // A slot's image, and the line's number in it; of a line that does not exist, those of the first one.
   DEVICE void find(int slot, int& image, int& line) const {
@@ -85,6 +86,23 @@ struct Lines {
     half.move_to(first / 2);
     return half;
   }
+};
+
+// LENGTH pixels of the lines that a block works on, where the whole lines are longer; those past their end do not exist.
+struct Piece : Lines {
+  int length;     // of a whole line
+  int begin = 0;  // its first pixel
+
+  using Lines::exists;
+  DEVICE bool exists(int slot, int pixel) const { return exists(slot) && begin + pixel < length; }
+
+  // Of a pixel that does not exist, where the first one begins.
+  DEVICE T* start(const Map& map, int slot, int pixel, int width) const {
+    return Lines::start(map, slot, begin + pixel < length ? begin + pixel : begin, width);
+  }
+
+  // Pieces begin at an even pixel.
+  DEVICE Piece pooled() const { return Piece{Lines::pooled(), length / 2, begin / 2}; }
 };
 
 // [slot][pixel][head][channel], each row of channels padded to WIDTH. Eight heads of one pixel and eight pixels of one
@@ -216,27 +234,27 @@ struct Accesses {
 };
 
 // From global to shared memory as it is; lines that do not exist become zeros. Wait and meet before reading.
-template <int WIDTH, class TileType>
-DEVICE void copy_in(TileType tile, const Map& map, const Lines& lines) {
+template <int WIDTH, class TileType, class LinesType>
+DEVICE void copy_in(TileType tile, const Map& map, const LinesType& lines) {
   Accesses<WIDTH>::visit([&](int head, int channel) {
     auto from = [&, head, channel](int slot, int pixel) { return lines.start(map, slot, pixel, WIDTH) + head * WIDTH + channel; };
     auto to = [&, head, channel](int slot, int pixel) { return tile.at(slot, pixel, head) + channel; };
     if constexpr (VECTOR)
       return Moves{[=, &lines](int slot, int pixel) {
-                     copy_async(to(slot, pixel), from(slot, pixel), lines.exists(slot));
+                     copy_async(to(slot, pixel), from(slot, pixel), lines.exists(slot, pixel));
                      return 0;
                    },
                    [](int, int, int) {}};
     else
       return Moves{[=](int slot, int pixel) { return *from(slot, pixel); },
-                   [=, &lines](T value, int slot, int pixel) { *to(slot, pixel) = lines.exists(slot) ? value : T{}; }};
+                   [=, &lines](T value, int slot, int pixel) { *to(slot, pixel) = lines.exists(slot, pixel) ? value : T{}; }};
   });
 }
 
 // The same with a change on the way: change(head, channel) gives Moves of its own, from (slot, pixel) to what else is
 // read, and then a function of (values, what else was read, slot, pixel).
-template <int WIDTH, class TileType, class Change>
-DEVICE void copy_in(TileType tile, const Map& map, const Lines& lines, Change change) {
+template <int WIDTH, class TileType, class LinesType, class Change>
+DEVICE void copy_in(TileType tile, const Map& map, const LinesType& lines, Change change) {
   Accesses<WIDTH>::visit([&](int head, int channel) {
     auto changes = change(head, channel);
     using Other = decltype(changes.read(0, 0));
@@ -253,16 +271,16 @@ DEVICE void copy_in(TileType tile, const Map& map, const Lines& lines, Change ch
                    to_floats(values, found.access);
                    changes.write(values, found.other, slot, pixel);
 #pragma unroll
-                   for (int i = 0; i < ACCESS; ++i) values[i] = lines.exists(slot) ? values[i] : 0.f;
+                   for (int i = 0; i < ACCESS; ++i) values[i] = lines.exists(slot, pixel) ? values[i] : 0.f;
                    write_access(tile.at(slot, pixel, head) + channel, values);
                  }};
   });
 }
 
 // The gradient of a mean of 2 x 2 pixels: each pixel gets a quarter of its group's.
-template <int WIDTH, class TileType>
-DEVICE void copy_in_pooled(TileType tile, const Map& map, const Lines& lines) {
-  const Lines pooled = lines.pooled();
+template <int WIDTH, class TileType, class LinesType>
+DEVICE void copy_in_pooled(TileType tile, const Map& map, const LinesType& lines) {
+  const LinesType pooled = lines.pooled();
   Accesses<WIDTH>::visit([&](int head, int channel) {
     return Moves{[=, &map, &pooled](int slot, int pixel) {
                    return read_access(pooled.start(map, slot / 2, pixel / 2, WIDTH) + head * WIDTH + channel);
@@ -271,15 +289,15 @@ DEVICE void copy_in_pooled(TileType tile, const Map& map, const Lines& lines) {
                    float values[ACCESS];
                    to_floats(values, access);
 #pragma unroll
-                   for (int i = 0; i < ACCESS; ++i) values[i] = lines.exists(slot) ? 0.25f * values[i] : 0.f;
+                   for (int i = 0; i < ACCESS; ++i) values[i] = lines.exists(slot, pixel) ? 0.25f * values[i] : 0.f;
                    write_access(tile.at(slot, pixel, head) + channel, values);
                  }};
   });
 }
 
 // From shared to global memory, the lines that exist; change as in `copy_in`, its first function given where it goes.
-template <int WIDTH, class TileType, class Change>
-DEVICE void copy_out(const Map& map, const Lines& lines, TileType tile, Change change) {
+template <int WIDTH, class LinesType, class TileType, class Change>
+DEVICE void copy_out(const Map& map, const LinesType& lines, TileType tile, Change change) {
   Accesses<WIDTH>::visit([&](int head, int channel) {
     auto changes = change(head, channel);
     auto to = [=, &map, &lines](int slot, int pixel) { return lines.start(map, slot, pixel, WIDTH) + head * WIDTH + channel; };
@@ -292,7 +310,7 @@ DEVICE void copy_out(const Map& map, const Lines& lines, TileType tile, Change c
                    return Found{read_access(tile.at(slot, pixel, head) + channel), changes.read(to(slot, pixel), slot, pixel)};
                  },
                  [=, &lines](const Found& found, int slot, int pixel) {
-                   if (!lines.exists(slot)) return;
+                   if (!lines.exists(slot, pixel)) return;
                    float values[ACCESS];
                    to_floats(values, found.access);
                    changes.write(values, found.other, slot, pixel);
