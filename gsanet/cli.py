@@ -379,6 +379,8 @@ def record_paper_run(
     from gsanet.paper.record import record_run
     from gsanet.provenance import package_commit
 
+    if not name or Path(name).name != name:
+        raise ValueError(f"--name is the name of a file in {results / 'runs'}, without folders, got {name!r}")
     file = results / "runs" / f"{name}.json"
     made_by = commit or package_commit()
     if not made_by:
