@@ -44,4 +44,5 @@ def check_features(features: nn.Module, channels: int) -> None:
 
 
 def _check_input(module: nn.Module, inputs: tuple[Any, ...], channels: int) -> None:
-    check_images(inputs[0], channels)
+    if inputs:  # torch gives a hook what has no keyword
+        check_images(inputs[0], channels)

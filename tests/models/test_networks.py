@@ -101,7 +101,7 @@ def test_features_are_the_same_in_every_way(name):
         torch.manual_seed(0)
         features = shallow(name, 1, 1, features_only=True, feature_cls=kind, **options).eval()
         with torch.no_grad():
-            maps = features(x)
+            maps = features(x=x)
             fused = gsanet.fuse_for_inference(features)(x)
         for found in (maps, fused):
             found = list(found.values()) if isinstance(found, dict) else found
