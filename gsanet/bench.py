@@ -4,6 +4,7 @@ The networks take turns, so that a change in the machine's load meets all of the
 cross-entropy, backward and a step of SGD with momentum.
 """
 
+import math
 import os
 import platform
 import statistics
@@ -48,7 +49,7 @@ class BenchSetting:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         check_device(self.device)
-        if self.batch < 1 or self.seconds <= 0:
+        if self.batch < 1 or not 0 < self.seconds < math.inf:  # nan is neither
             raise ValueError(f"batch and seconds must be positive, got {self.batch} and {self.seconds}")
 
 

@@ -159,10 +159,10 @@ def bench(
         seconds=seconds,
     )
     known = read_results(results)
-    for file in (out, plot):
-        if file is not None and not file.parent.is_dir():
-            raise ValueError(f"there is no folder {file.parent} to write {file.name} into")
+    if out is not None:
+        _check_writable(out)
     if plot is not None:
+        _check_writable(plot, picture=True)
         check_drawable(networks, known)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True) as bar:
@@ -395,6 +395,8 @@ def record_paper_run(
     from gsanet.paper.record import record_run
     from gsanet.provenance import package_commit
 
+    if not name or Path(name).name != name:
+        raise ValueError(f"--name is the name of a file in {results / 'runs'}, without folders, got {name!r}")
     file = results / "runs" / f"{name}.json"
     made_by = commit or package_commit()
     if not made_by:
@@ -460,6 +462,7 @@ def evaluate(
     from accelerate import PartialState
 
     from gsanet.models.described import shipped_weights
+    from gsanet.train.checkpoint import explained, replace_file
     from gsanet.train.evaluate import overflow_words
     from gsanet.train.evaluate_weights import evaluate_weights, weights_recipe
     from gsanet.train.recipe import load_recipe
@@ -484,10 +487,8 @@ def evaluate(
         figures = {"model": chosen.model, "data": chosen.data_path, "weights": str(source), **asdict(found)}
         if not math.isfinite(found.loss):  # JSON has no word for that
             figures["loss"] = None
-        if file is not None:
-            file.write_text(json.dumps(figures, indent=2) + "\n")
         if as_json:
-            print(json.dumps(figures, indent=2))
+            print(json.dumps(figures, indent=2), flush=True)
         else:
             table = Table("Model", "Top-1 (%)", "Top-5 (%)", "Loss", "Images", "Images/s")
             accuracies = [f"{found.top1:.2f}", f"{found.top5:.2f}", f"{found.loss:.4f}"]
@@ -495,7 +496,10 @@ def evaluate(
             console.print(table)
             if found.overflowed:
                 console.print(f"{overflow_words(found.overflowed)}: counted as wrong, and not in the loss")
-            if file is not None:
+        if file is not None:  # last: what was measured is not lost where it cannot be written
+            with explained(file):
+                replace_file(file, (json.dumps(figures, indent=2) + "\n").encode())
+            if not as_json:
                 console.print(f"Also in {file}", soft_wrap=True)
     PartialState().destroy_process_group()
 
@@ -617,6 +621,7 @@ def preview(
     from gsanet.train.preview import draw_preview
     from gsanet.train.recipe import load_recipe
 
+    _check_writable(out, picture=True)
     draw_preview(load_recipe(recipe, _overrides(settings, {"data.path": data})), out, images, epochs)
     console.print(f"written: {out}", soft_wrap=True, highlight=False)
 
@@ -715,9 +720,8 @@ def explain(
     place = _parse_place(at)
     out = out or Path(f"{Path(image).stem}-explain.png")
     npz = npz or out.with_suffix(".npz")
-    for file in (out, npz):
-        if not file.parent.is_dir():
-            raise ValueError(f"there is no folder {file.parent} to write {file.name} into")
+    _check_writable(out, picture=True)
+    _check_writable(npz)
     picture = read_image(image)
     classifier = _load_classifier(run, model, weights, settings, device)
     found = explain_image(classifier, picture.image, place, stage, block)
@@ -884,6 +888,16 @@ def _overrides(settings: Sequence[str] | None, options: dict[str, str]) -> dict[
     from gsanet.train.recipe import parse_overrides
 
     return {**{key: value for key, value in options.items() if value}, **parse_overrides(settings or [])}
+
+
+def _check_writable(file: Path, picture: bool = False) -> None:
+    """Refuse a file whose folder is not there, a folder, and a picture whose name does not say its format."""
+    if not file.parent.is_dir():
+        raise ValueError(f"there is no folder {file.parent} to write {file.name} into")
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder: give the name of a file")
+    if picture and not file.suffix:
+        raise ValueError(f"the name of a picture says its format, such as {file}.png, got {file}")
 
 
 def _say(line: str) -> None:

@@ -1,6 +1,5 @@
 """A finished run as one file: bf16 weights, and in their metadata all that it takes to use them."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from gsanet.train.checkpoint import explained, replace_file
 from gsanet.train.data.sources import evaluated_on
 from gsanet.train.evaluate_weights import evaluate_weights, weights_recipe
 from gsanet.train.recipe import Recipe
+from gsanet.train.run_directory import read_evaluation
 from gsanet.train.run_network import load_run_network
 
 __all__ = ["pack"]
@@ -87,14 +87,13 @@ def _without_places(recipe: Recipe) -> Recipe:
 
 def _run_metrics(run: Path, checkpoint: str, recipe: Recipe) -> dict[str, Any]:
     """What was measured of the weights as they were trained: by `gsanet eval`, or during training."""
-    file = run / f"eval-{checkpoint}.json"
-    if file.exists():
-        figures = json.loads(file.read_text())
+    if figures := read_evaluation(run, checkpoint):
         return _figures(figures, figures["data"], recipe.data_settings.holdout, "fp32")
     saved, _ = checkpoints.load(run / checkpoint)
     state = saved.state if saved else {}
     if not state.get("evaluation") or state["epoch_steps"]:  # trained on since
-        raise ValueError(f"{run} has not evaluated its {checkpoint} weights yet: `gsanet eval --run {run}`")
+        command = f"gsanet eval --run {run} --checkpoint {checkpoint}"
+        raise ValueError(f"{run} has not evaluated its {checkpoint} weights yet: `{command}`")
     return _figures(state["evaluation"], recipe.data_path, recipe.data_settings.holdout, "fp32")
 
 

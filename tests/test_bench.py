@@ -141,6 +141,7 @@ def test_a_training_step_leaves_no_gradients_and_hardly_moves_the_weights():
         ({"dtype": "float8"}, "dtype must be one of float32, bfloat16, float16, got 'float8'"),
         ({"device": "tpu"}, "device must be cpu or cuda, got 'tpu'"),
         ({"batch": 0}, "batch and seconds must be positive, got 0 and 1.0"),
+        ({"seconds": float("nan")}, "batch and seconds must be positive, got .* and nan"),
     ],
 )
 def test_bad_settings(options, words):

@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 
 import huggingface_hub
 import pytest
@@ -8,7 +10,7 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 from safetensors.torch import load_file
 
 import gsanet
-from gsanet.hub import check_repository
+from gsanet.hub import check_repository, publish
 from gsanet.train.engine import train
 from gsanet.train.recipe import load_recipe
 
@@ -156,6 +158,17 @@ def test_publish(run, tmp_path, command, monkeypatch):
     assert "published: https://huggingface.co/user/digits" in command(
         "publish", "--run", str(run), "--repo", "user/digits"
     )
+
+
+def test_the_card_says_what_the_accuracy_was_measured_on(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    figures = {"data": "elsewhere", "top1": 12.5, "top5": 50.0, "loss": 2.0, "images": 8}
+    (copy / "eval-best.json").write_text(json.dumps(figures))
+    publish(copy, "user/digits", tmp_path / "new")
+    assert "elsewhere" in (tmp_path / "new" / "README.md").read_text()
+    os.utime(copy / "eval-best.json", (1, 1))  # from before the weights were written
+    publish(copy, "user/digits", tmp_path / "old")
+    assert "12.5" not in (tmp_path / "old" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

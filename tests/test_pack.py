@@ -63,6 +63,23 @@ def test_without_data_the_figures_are_the_runs(run, tmp_path):
     assert found.metrics["weights"] == "fp32"
 
 
+def test_figures_of_weights_that_were_trained_on_since_are_not_theirs(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    figures = {"data": "elsewhere", "top1": 12.5, "top5": 50.0, "loss": 2.0, "images": 8}
+    for name in ("best", "last"):
+        file = copy / f"eval-{name}.json"
+        file.write_text(json.dumps(figures))
+        assert pack(copy, tmp_path / "a.safetensors", checkpoint=name).metrics["top1"] == 12.5
+        os.utime(file, (1, 1))  # from before the checkpoint was written
+        assert pack(copy, tmp_path / "a.safetensors", checkpoint=name).metrics["top1"] != 12.5
+    manifest = copy / "last" / "checkpoint.json"
+    content = json.loads(manifest.read_text())
+    content["state"]["epoch_steps"] = 3
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"eval --run .* --checkpoint last"):
+        pack(copy, tmp_path / "a.safetensors")
+
+
 def test_a_network_from_the_file(packed):
     model = gsanet.create_model(NAME, pretrained=packed)
     assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}

@@ -139,7 +139,9 @@ def global_self_attention_map(
     Returns:
         (batch, dim_out, ceil(height / stride), ceil(width / stride)), channels-last.
     """
+    checks.check_projection(weight, dim_key, num_heads, content)
     checks.check_feature_map(x, weight.shape[1])
+    checks.check_counts(stride=stride)
     keys = dim_key if content else 0
     for name, values in {"norm": norm, "finish": finish}.items():
         if isinstance(values, Tensor):
@@ -167,6 +169,7 @@ def global_self_attention_map(
         checks.check_same_kind(x=maps[0], weight=maps[1], **given)
         with torch.autocast(x.device.type, enabled=False):
             return whole(*wholes, norm, **settings)
+    checks.check_same_kind(x=maps[0], weight=maps[1])
     projected = F.linear(x.permute(0, 2, 3, 1), weight)  # b, x, y, q | k | v
     q, k, v = (
         part.unflatten(-1, (num_heads, part.shape[-1] // num_heads))

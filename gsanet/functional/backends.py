@@ -8,7 +8,7 @@ goes to the next, so that a faster backend never has to be complete, and the las
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -88,6 +88,8 @@ def explain_backend(operation: Operation, *arguments: Any, **settings: Any) -> s
         arguments: The tensors of the call, in its order; for the last operation all its positional arguments.
         settings: Of the last operation, its other arguments.
     """
+    if operation not in get_args(Operation):
+        raise ValueError(f"unknown operation {operation!r}: one of {', '.join(map(repr, get_args(Operation)))}")
     if operation == "global_self_attention_map":
         return _explain_whole(*arguments, **settings)
     tensors = arguments

@@ -17,10 +17,17 @@ def check_maps(q: Tensor, v: Tensor, k: Tensor | None = None) -> None:
             raise ValueError(
                 f"{name} must have the five dimensions (batch, x, y, head, channel), got {tuple(tensor.shape)}"
             )
+    check_pixels("q", q, *q.shape[1:3])
     if k is not None and k.shape != q.shape:
         raise ValueError(f"k must have q's shape {tuple(q.shape)}, got {tuple(k.shape)}")
     if v.shape[:4] != q.shape[:4]:
         raise ValueError(f"v must agree with q in (batch, x, y, head) = {tuple(q.shape[:4])}, got {tuple(v.shape[:4])}")
+
+
+def check_pixels(name: str, x: Tensor, height: int, width: int) -> None:
+    """Check that a map has pixels to attend to; a batch may be empty."""
+    if height == 0 or width == 0:
+        raise ValueError(f"{name} must have at least one pixel, got {tuple(x.shape)}")
 
 
 def check_table(name: str, rel: Tensor, width: int) -> None:
@@ -50,11 +57,18 @@ def check_reach(reach: int | None) -> None:
         raise ValueError(f"reach must be 0 or more, or None for the whole map, got {reach}")
 
 
-def check_heads(num_heads: int, **channels: int) -> None:
-    """Check that the heads divide the channels, given by name."""
-    for name, value in {"num_heads": num_heads, **channels}.items():
+def check_counts(**counts: int) -> None:
+    """Check what is counted from 1, given by name."""
+    for name, value in counts.items():
+        if value is None or isinstance(value, float | str):
+            raise TypeError(f"{name} must be a whole number, got {value!r}")
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}")
+
+
+def check_heads(num_heads: int, **channels: int) -> None:
+    """Check that the heads divide the channels, given by name."""
+    check_counts(num_heads=num_heads, **channels)
     for name, value in channels.items():
         if value % num_heads:
             raise ValueError(f"{name} must be divisible by the number of heads, got {value} for {num_heads} heads")
@@ -84,6 +98,21 @@ def check_feature_map(x: Tensor, channels: int) -> None:
             f"the input must hold floating-point numbers, got {x.dtype}: bytes of an image are divided by 255 and "
             "normalised first"
         )
+    check_pixels("the input", x, *x.shape[2:])
+
+
+def check_projection(weight: Tensor, dim_key: int, num_heads: int, content: bool) -> None:
+    """Check the stacked 1x1 convolutions of q, of k with content attention, and of v."""
+    check_heads(num_heads, dim_key=dim_key)
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight must be a tensor, got {type(weight).__name__}")
+    parts = 2 if content else 1
+    if weight.dim() != 2 or weight.shape[0] <= parts * dim_key:
+        raise ValueError(
+            f"weight must have shape ({parts} * dim_key + dim_out, channels), more than {parts * dim_key} rows for "
+            f"dim_key {dim_key}, got {tuple(weight.shape)}"
+        )
+    check_heads(num_heads, dim_out=weight.shape[0] - parts * dim_key)
 
 
 def check_scale_and_shift(name: str, values: Tensor, channels: int) -> None:

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from timm.layers import register_notrace_module
 from torch import nn
 
 
@@ -39,3 +40,8 @@ class Attention(nn.Module):
     label: ClassVar[str]
     properties: ClassVar[Properties]
     normalised: ClassVar[bool] = False  # whether the output comes from a norm, so that a network adds none
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Have timm's feature extraction by torch.fx take each module whole: it depends on the values of shapes."""
+        super().__init_subclass__(**kwargs)
+        register_notrace_module(cls)

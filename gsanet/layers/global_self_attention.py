@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gsanet.functional import global_self_attention_map
-from gsanet.functional.checks import check_feature_map, check_heads
+from gsanet.functional.checks import check_counts, check_feature_map, check_heads
 from gsanet.layers.attention import Combination, Properties
 from gsanet.layers.relative import RelativeTables
 
@@ -61,9 +61,7 @@ class GlobalSelfAttention(RelativeTables):
         dim_key = dim if dim_key is None else dim_key
         if not (content or column or row):
             raise ValueError("content, column and row are all False: a GSA module needs at least one of them")
-        for name, value in {"dim": dim, "stride": stride}.items():
-            if value < 1:
-                raise ValueError(f"{name} must be 1 or more, got {value}")
+        check_counts(dim=dim, stride=stride)
         check_heads(num_heads, dim_out=dim_out, dim_key=dim_key)
         super().__init__(
             feat_size,

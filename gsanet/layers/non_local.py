@@ -54,4 +54,4 @@ class NonLocal(Attention):
     def forward(self, x: Tensor) -> Tensor:
         """From (batch, dim, height, width) to the same shape."""
         check_feature_map(x, self.dim)
-        return self.block(x)
+        return self.block(x) if x.shape[0] else x  # timm's block does not take an empty batch

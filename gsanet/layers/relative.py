@@ -79,6 +79,8 @@ class RelativeTables(Attention):
         scaled so that the sum over more pixels keeps its size; a shorter one is its middle. Optimizers made before
         this call hold the old tables: make them after it.
         """
+        if feat_size is None:
+            raise ValueError("feat_size is None: tables are resized to the (height, width) of a map")
         self.feat_size = _check_size(feat_size)
         for axis, name in enumerate(TABLES):
             table = getattr(self, name)

@@ -1,11 +1,11 @@
 """Networks that say in one sentence what is wrong with their input, before a layer inside does it in its own words."""
 
+from functools import partial
 from typing import Any
 
 import torch
-from timm.models import FeatureListNet
 from timm.models.byobnet import ByobNet
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from gsanet.functional.checks import check_feature_map
 
@@ -33,19 +33,16 @@ class CheckedNetwork(ByobNet):
         return super().forward_intermediates(x, *args, **kwargs)
 
 
-class CheckedFeatures(FeatureListNet):
-    """What `features_only` makes of a network: it calls its layers, not its methods.
+def check_features(features: nn.Module, channels: int) -> None:
+    """Have what `features_only` makes of a network, whatever its class, check its input: it calls the network's layers.
 
     Args:
-        model: The network.
-        kwargs: As timm's.
+        features: One of timm's feature networks.
+        channels: Of the images.
     """
+    features.register_forward_pre_hook(partial(_check_input, channels=channels))
 
-    def __init__(self, model: CheckedNetwork, **kwargs: Any):
-        super().__init__(model, **kwargs)
-        self.in_chans: int = model.in_chans
 
-    def forward(self, x: Tensor) -> list[Tensor]:
-        """From (batch, channels, height, width) to the maps."""
-        check_images(x, self.in_chans)
-        return super().forward(x)
+def _check_input(module: nn.Module, inputs: tuple[Any, ...], channels: int) -> None:
+    if inputs:  # torch gives a hook what has no keyword
+        check_images(inputs[0], channels)

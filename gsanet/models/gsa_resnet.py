@@ -23,7 +23,7 @@ from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 from gsanet.layers.block_convolution import PLAIN, BlockConv2d
 from gsanet.layers.relative import RelativeTables
 from gsanet.layers.stand_alone_attention import AttentionStem
-from gsanet.models.checked import CheckedFeatures, CheckedNetwork
+from gsanet.models.checked import CheckedNetwork, check_features
 from gsanet.models.described import with_shipped
 from gsanet.models.fit import fit_pretrained
 from gsanet.models.stem import PooledStem
@@ -339,13 +339,11 @@ def entry_point(
             pretrained,
             model_cfg=settings,
             pretrained_filter_fn=fit_pretrained,
-            feature_cfg={
-                "flatten_sequential": True,
-                "out_indices": tuple(features),
-                "feature_cls": CheckedFeatures,
-            },
+            feature_cfg={"flatten_sequential": True, "out_indices": tuple(features)},
             **kwargs,
         )
+        if kwargs.get("features_only"):
+            check_features(model, kwargs.get("in_chans", 3))
         # What makes the same network again; `gsanet.save_pretrained` writes it beside the weights.
         model.model_args = {option: value for option, value in kwargs.items() if option not in NO_OPTIONS}
         return model

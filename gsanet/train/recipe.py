@@ -17,6 +17,7 @@ from gsanet.suggest import suggest
 from gsanet.train.data import DataSettings
 
 SECTIONS = ("data", "model_kwargs")
+FIXED = {"num_classes": "the data set says how many", "features_only": "training needs the classifier"}
 OTHER_NAMES = {"learning_rate": "lr", "image_size": "img_size"}  # what others call it
 
 
@@ -130,6 +131,8 @@ class Recipe:
             raise ValueError(f"mix_probability must be between 0 and 1, got {self.mix_probability}")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum of more than 0")
+        for key in FIXED.keys() & self.model_kwargs.keys():
+            raise ValueError(f"{key} is no option of model_kwargs: {FIXED[key]}")
         if (self.schedule == "step") != (self.step_size is not None):
             raise ValueError("step_size belongs to schedule: step, and schedule: step needs it")
         if self.batch_size % self.accumulation:
@@ -188,6 +191,8 @@ def recipe_text(name: str) -> str:
             return Path(name).read_text()
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no recipe file {name}") from None
+        except IsADirectoryError:
+            raise IsADirectoryError(f"{name} is a folder, not a recipe file") from None
     raise ValueError(f"unknown recipe {name!r}: {suggest(name, recipe_names())}")
 
 
@@ -235,7 +240,10 @@ def parse_overrides(pairs: Iterable[str]) -> dict[str, Any]:
         key, equals, text = pair.partition("=")
         if not equals or not key:
             raise ValueError(f"--set takes key=value, such as lr=0.05, got {pair!r}")
-        overrides[key.strip()] = yaml.safe_load(text)
+        try:
+            overrides[key.strip()] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ValueError(f"--set {pair}: {text!r} is not a value as YAML has them") from None
     return overrides
 
 

@@ -13,7 +13,7 @@ import torch
 
 import gsanet
 from gsanet.provenance import package_commit
-from gsanet.train.checkpoint import explained, go_on, replace_file
+from gsanet.train.checkpoint import MANIFEST, explained, go_on, replace_file
 from gsanet.train.recipe import Recipe, load_recipe
 
 RECIPE = "recipe.yaml"
@@ -42,6 +42,15 @@ def read_run(out: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
             raise ValueError(f"{out} holds several runs: choose {' or '.join(str(out / name) for name in inside)}")
         raise FileNotFoundError(f"{out} is no run directory: it has no {RECIPE}")
     return load_recipe(str(out / RECIPE), overrides)
+
+
+def read_evaluation(out: Path, checkpoint: str) -> dict[str, Any] | None:
+    """What `gsanet eval --run` found of the weights as they are now; None if they were trained on since, or never."""
+    file, written = out / f"eval-{checkpoint}.json", out / checkpoint / MANIFEST
+    if not file.exists() or (written.exists() and file.stat().st_mtime < written.stat().st_mtime):
+        return None
+    figures: dict[str, Any] = json.loads(file.read_text())
+    return figures
 
 
 def record_session(out: Path, recipe: Recipe) -> None:

@@ -98,6 +98,8 @@ def test_mistakes_are_one_line(gsanet, digits_run, digit, tmp_path):
         (["--at", "1,1", *run, "--head", 9], "head must be from 1 to 8, got 9"),
         (["--at", "1,1", *run, "--device", "tpu"], "device must be cpu or cuda, got 'tpu'"),
         (["--at", "1,1", *run, "--out", "nowhere/x.png"], "there is no folder nowhere to write x.png into"),
+        (["--at", "1,1", *run, "--out", "three"], "says its format, such as three.png, got three"),
+        (["--at", "1,1", *run, "--out", tmp_path], f"{tmp_path} is a folder: give the name of a file"),
     ):
         code, _, complaint = gsanet("explain", digit, *arguments)
         assert code == 2, complaint

@@ -8,6 +8,7 @@ from gsanet.functional import (
     content_attention,
     explain_backend,
     global_self_attention,
+    global_self_attention_map,
     positional_attention,
     use_backend,
 )
@@ -83,9 +84,50 @@ REL = table(4, 2)
         (lambda: positional_attention(Q, V, REL[:, :1], "row"), ValueError, r"shape \(2 \* length - 1, 2\)"),
         (lambda: positional_attention(Q, V, 3, "row"), TypeError, "rel must be a tensor, got int"),
         (lambda: global_self_attention(Q, None, V, None, None), ValueError, "at least one"),
+        (
+            lambda: positional_attention(Q[:, :0], V[:, :0], REL, "column"),
+            ValueError,
+            r"one pixel, got \(1, 0, 3, 2, 2\)",
+        ),
+        (
+            lambda: content_attention(Q[:, :, :0], K[:, :, :0], V[:, :, :0]),
+            ValueError,
+            "q must have at least one pixel",
+        ),
+        (
+            lambda: explain_backend("convolution", Q, K, V),
+            ValueError,
+            "unknown operation 'convolution': one of 'content_",
+        ),
     ],
 )
 def test_bad_input(call, error, words):
     with pytest.raises(error, match=words) as caught:
         call()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"num_heads": 3}, ValueError, "dim_key must be divisible by the number of heads, got 8 for 3"),
+        ({"num_heads": 0}, ValueError, "num_heads must be 1 or more, got 0"),
+        ({"num_heads": 2.0}, TypeError, r"num_heads must be a whole number, got 2\.0"),
+        ({"dim_key": 10}, ValueError, r"more than 20 rows for dim_key 10, got \(20, 8\)"),
+        ({"weight": torch.zeros(19, 8)}, ValueError, "dim_out must be divisible by the number of heads, got 3 for 2"),
+        ({"weight": torch.zeros(8)}, ValueError, r"weight must have shape \(2 \* dim_key \+ dim_out, channels\)"),
+        ({"weight": [1.0]}, TypeError, "weight must be a tensor, got list"),
+        ({"weight": torch.zeros(20, 8).double()}, TypeError, "same dtype.*x torch.float32, weight torch.float64"),
+        ({"stride": 0}, ValueError, "stride must be 1 or more, got 0"),  # was taken for 1
+        ({"stride": -2}, ValueError, "stride must be 1 or more, got -2"),
+        ({"x": torch.zeros(2, 8, 0, 5)}, ValueError, r"at least one pixel, got \(2, 8, 0, 5\)"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_the_whole_module(changes, error, words):
+    arguments = {"x": torch.zeros(2, 8, 4, 5), "weight": torch.zeros(20, 8), "num_heads": 2, "dim_key": 8}
+    tables = {"rel_column": torch.zeros(7, 4), "rel_row": torch.zeros(9, 4)}
+    assert global_self_attention_map(**arguments, **tables).shape == (2, 4, 4, 5)
+    with pytest.raises(error, match=words) as caught:
+        global_self_attention_map(**{**arguments, **tables, **changes})
     assert "\n" not in str(caught.value)

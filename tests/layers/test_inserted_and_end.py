@@ -326,6 +326,13 @@ def test_bad_maps(kind):
         module(torch.randn(16, 3, 3))
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_empty_batches(kind):
+    module = small_module(kind).eval()
+    shape = module(torch.randn(1, 16, 3, 3, dtype=torch.float64)).shape
+    assert module(torch.randn(0, 16, 3, 3, dtype=torch.float64)).shape == (0, *shape[1:])
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -157,6 +157,8 @@ def test_starts_at_a_sensible_size(kind):
         (lambda: make(LocalRelation)(torch.randn(1, 8, 4, 4)), ValueError, "must have 16 channels, got 8"),
         (lambda: make(PairwiseAttention)(torch.randn(8, 4, 4)), ValueError, "must be a map"),
         (lambda: make(StandAloneAttention)([1.0]), TypeError, "must be a tensor, got list"),
+        (lambda: make(StandAloneAttention, stride=0)(torch.randn(1, 16, 4, 4)), ValueError, "stride must be 1 or more"),
+        (lambda: make(PatchwiseAttention)(torch.randn(1, 16, 4, 0)), ValueError, "must have at least one pixel"),
         (
             lambda: make(PositionSensitiveAttention)(torch.randn(1, 16, 9, 6)),
             ValueError,

@@ -89,6 +89,26 @@ def test_other_inputs_and_heads(name):
         assert model(x[..., :64, :96]).shape == (1, model.head_hidden_size)  # smaller than it was made for
 
 
+FEATURE_CLASSES = ("list", "dict", "hook", "getter", "fx")  # timm's ways to get at the maps of a network
+
+
+@pytest.mark.parametrize("name", ["gsa_resnet50", "nonlocal_resnet50", "detr_resnet50", *SHALLOW])
+def test_features_are_the_same_in_every_way(name):
+    after = {"after": {1: (1,)}} if name == "nonlocal_resnet50" else {}
+    options = {"img_size": 32, "width": 0.25, **after} if not name.startswith("san") else {"img_size": 32}
+    expected, x = None, torch.randn(2, 3, 32, 32)
+    for kind in FEATURE_CLASSES:
+        torch.manual_seed(0)
+        features = shallow(name, 1, 1, features_only=True, feature_cls=kind, **options).eval()
+        with torch.no_grad():
+            maps = features(x=x)
+            fused = gsanet.fuse_for_inference(features)(x)
+        for found in (maps, fused):
+            found = list(found.values()) if isinstance(found, dict) else found
+            expected = expected or found
+            assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_features(name):
     features = create(name, features_only=True, img_size=(64, 96)).eval()
@@ -334,7 +354,11 @@ def ways_in(name):
         "forward_features": model.forward_features,
         "forward_intermediates": model.forward_intermediates,
         "fused": gsanet.fuse_for_inference(model),
-        "features_only": shallow(name, 1, 1, img_size=32, features_only=True, **few),
+        **{
+            f"features_only, {kind}": shallow(name, 1, 1, img_size=32, features_only=True, feature_cls=kind, **few)
+            for kind in FEATURE_CLASSES
+            if (kind, name) != ("fx", "videobert_resnet50")  # whether it is given a clip is no part of a trace
+        },
     }
 
 

@@ -241,6 +241,9 @@ def test_any_finished_run_can_be_recorded(tiny_run, tmp_path, command):
     state = json.loads((tiny_run / "last" / "checkpoint.json").read_text())
     state["state"]["step"] = 2
     (tiny_run / "last" / "checkpoint.json").write_text(json.dumps(state))
+    elsewhere = ["--name", "../try", "--recipe", "quickstart", "--commit", "abc", "--results", tmp_path / "other"]
+    assert "without folders, got '../try'" in command("paper", "record", "--run", tiny_run, *elsewhere, code=2)
+    assert not (tmp_path / "other").exists()
     complaint = command("paper", "record", "--run", tiny_run, "--name", "try", "--recipe", "quickstart", code=2)
     assert "is at step 2 of 3" in complaint
 

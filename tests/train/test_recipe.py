@@ -104,6 +104,8 @@ def test_learning_rate_stays_positive_and_ends_near_zero():
         ({"schedule": "step"}, "schedule: step needs it"),
         ({"accumulation": 5}, "batch_size 64 cannot be divided into 5 equal parts"),
         ({"model_kwargs": 3}, "model_kwargs must be a section of keys"),
+        ({"model_kwargs.num_classes": 3}, "num_classes is no option of model_kwargs: the data set says how many"),
+        ({"model_kwargs.features_only": True}, "features_only is no option of model_kwargs: training needs"),
     ],
 )
 def test_what_is_wrong_in_a_recipe_is_named(overrides, message):
@@ -121,6 +123,8 @@ def test_unknown_recipes(tmp_path):
         load_recipe("imagnet")
     with pytest.raises(FileNotFoundError, match=r"no recipe file nowhere\.yaml"):
         load_recipe("nowhere.yaml")
+    with pytest.raises(IsADirectoryError, match="is a folder, not a recipe file"):
+        load_recipe(f"{tmp_path}/")
     broken = tmp_path / "broken.yaml"
     broken.write_text("a: [")
     with pytest.raises(ValueError, match="is not YAML"):
@@ -135,6 +139,9 @@ def test_settings_of_the_command_line():
     assert recipe.model_kwargs["depths"] == (1, 2)
     with pytest.raises(ValueError, match="key=value"):
         parse_overrides(["lr"])
+    with pytest.raises(ValueError, match=r"--set img_size=\[8,: '\[8,' is not a value") as caught:
+        parse_overrides(["img_size=[8,"])
+    assert "\n" not in str(caught.value)
 
 
 def test_a_users_recipe_is_a_file(tmp_path):

@@ -43,6 +43,13 @@ def test_train_then_evaluate_then_resume(gsanet, tmp_path):
     code, said = gsanet("eval", "--run", run, "--checkpoint", "last", "--json")
     assert json.loads(said)["top1"] == figures["top1"]
 
+    (run / "eval-last.json").unlink()
+    (run / "eval-last.json").mkdir()  # cannot be written: what was measured is printed all the same
+    code, said = gsanet("eval", "--run", run, "--checkpoint", "last")
+    assert code == 2
+    assert f"{figures['top1']:.2f}" in said
+    assert "cannot write" in said
+
     weights = run / "best" / "model.safetensors"
     code, said = gsanet("eval", "--recipe", "quickstart", "--weights", weights, *SMALL, "--json")
     assert json.loads(said)["top1"] == figures["top1"]
