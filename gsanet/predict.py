@@ -199,9 +199,11 @@ def load_classifier(
             found = load_network(recipe, source, read_description(source).classes)
     except ValueError as error:
         if any(table in str(error) for table in TABLES):
-            raise ValueError(
-                f"{error}; if they were trained at another image size, say so: --set img_size=64"
-            ) from None
+            if "img_size" in (overrides or {}):
+                advice = "they were trained at another image size than img_size says"
+            else:
+                advice = "if they were trained at another image size, say so: --set img_size=64"
+            raise ValueError(f"{error}; {advice}") from None
         raise
     network = found.model.to(device or default_device())
     return Classifier(network, Transform(found.recipe.data_settings), tuple(found.class_names), found.recipe.model)

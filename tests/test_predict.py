@@ -58,8 +58,11 @@ def test_weights_with_and_without_what_they_are(run, digit, tmp_path):
         load_classifier(None, "gsa_resnet26_tiny", tmp_path / "headless.safetensors", options)
     with pytest.raises(ValueError, match="does not say which network"):
         load_classifier(weights=tmp_path / "bare.safetensors")
-    with pytest.raises(ValueError, match="say so: --set img_size=64"):
+    with pytest.raises(ValueError, match="another image size than img_size says"):
         load_classifier(None, "gsa_resnet26_tiny", tmp_path / "bare.safetensors", {**options, "img_size": 16})
+    del options["img_size"]
+    with pytest.raises(ValueError, match="say so: --set img_size=64"):
+        load_classifier(None, "gsa_resnet26_tiny", tmp_path / "bare.safetensors", options)
 
 
 def test_a_run_is_opened_alike_by_all(run, digit, tmp_path):
