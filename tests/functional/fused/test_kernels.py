@@ -235,19 +235,17 @@ def test_gradients_of_one_number(kernels):
     )
 
 
-@pytest.mark.parametrize("size", [(0, 4, 4), (2, 0, 3), (2, 3, 0)])
 @pytest.mark.parametrize("axis", ["column", "row"])
-def test_nothing_to_attend(kernels, size, axis):
-    maps = [normal(*size, 2, 8, dtype=FLOAT).to(kernels.device).requires_grad_() for _ in range(3)]
+def test_an_empty_batch(kernels, axis):
+    maps = [normal(0, 4, 4, 2, 8, dtype=FLOAT).to(kernels.device).requires_grad_() for _ in range(3)]
     rel = normal(7, 8, dtype=FLOAT).to(kernels.device).requires_grad_()
     q, k, v = maps
     with kernels.running():
-        if 0 not in size[1:]:
-            out = positional_attention(q, v, rel, axis)
-            assert out.shape == v.shape
-            *empty, d_rel = torch.autograd.grad(out.sum(), (q, v, rel))
-            assert all(one.shape == q.shape for one in empty)
-            assert d_rel.eq(0).all()
+        out = positional_attention(q, v, rel, axis)
+        assert out.shape == v.shape
+        *empty, d_rel = torch.autograd.grad(out.sum(), (q, v, rel))
+        assert all(one.shape == q.shape for one in empty)
+        assert d_rel.eq(0).all()
         out = content_attention(q, k, v)
         assert out.shape == v.shape
         assert all(one.shape == q.shape for one in torch.autograd.grad(out.sum(), maps))
