@@ -657,6 +657,9 @@ def demo(out: Annotated[Path, typer.Option(help="Where the two runs go.")] = Pat
     console.print(f"Where a pixel of the roof looks in {look.module}: {look.picture}", highlight=False, soft_wrap=True)
 
 
+ImagesArgument = Annotated[
+    list[str], typer.Argument(help="Files, folders (with all below them) and http(s) addresses.")
+]
 RunOption = Annotated[Path | None, typer.Option("--run", help="A run directory of `gsanet train`; its best weights.")]
 ModelOption = Annotated[str, typer.Option("--model", help="Without --run: the network.")]
 WeightsOption = Annotated[
@@ -667,7 +670,7 @@ FEW = 8  # images up to which each has a table of its own
 
 @app.command()
 def predict(
-    images: Annotated[list[str], typer.Argument(help="Files, folders (with all below them) and http(s) addresses.")],
+    images: ImagesArgument,
     run: RunOption = None,
     model: ModelOption = "",
     weights: WeightsOption = None,
@@ -746,7 +749,7 @@ def explain(
 
 @app.command("balance")
 def show_balance(
-    images: Annotated[list[str], typer.Argument(help="Files, folders (with all below them) and http(s) addresses.")],
+    images: ImagesArgument,
     run: RunOption = None,
     model: ModelOption = "",
     weights: WeightsOption = None,

@@ -62,10 +62,10 @@ def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, reach: i
     """Both axes by one formulation along dimension 1; for a row the map is seen transposed, without a copy."""
     if axis == "row":
         return positional_attention(q.transpose(1, 2), v.transpose(1, 2), rel, "column", reach).transpose(1, 2)
-    return _ColumnAttention.apply(q, v, windows(fit_table(rel, q.shape[1], reach)))
+    return _ColumnAttention.apply(q, v, _windows(fit_table(rel, q.shape[1], reach)))
 
 
-def windows(table: Tensor) -> Tensor:
+def _windows(table: Tensor) -> Tensor:
     """(x, k, i) from the (2 * length - 1, k) table of a line: at x the rows from length - 1 - x on."""
     return table.unfold(0, len(table) // 2 + 1, 1).flip(0)
 
@@ -105,11 +105,11 @@ class _ColumnAttention(torch.autograd.Function):
         needs = ctx.needs_input_grad
         pieces = _pieces(q)
         if not pieces:
-            return mix_gradient(q, v, p, dy, needs)
+            return _mix_gradient(q, v, p, dy, needs)
         by_pixel = [torch.empty_like(x) if need else None for x, need in zip((q, v), needs[:2], strict=True)]
         dp = torch.zeros_like(p) if needs[2] else None
         for piece in pieces:
-            *grads, dp_piece = mix_gradient(q[piece], v[piece], p, dy[piece], needs)
+            *grads, dp_piece = _mix_gradient(q[piece], v[piece], p, dy[piece], needs)
             for whole, grad in zip(by_pixel, grads, strict=True):
                 if whole is not None:
                     whole[piece] = grad
@@ -123,7 +123,7 @@ def _mix(q: Tensor, v: Tensor, p: Tensor) -> Tensor:
     return _to_map(_product(scores.transpose(0, 1), _by_line(v)), v)
 
 
-def mix_gradient(q: Tensor, v: Tensor, p: Tensor, dy: Tensor, needs: Sequence[bool]) -> tuple[Any, Any, Any]:
+def _mix_gradient(q: Tensor, v: Tensor, p: Tensor, dy: Tensor, needs: Sequence[bool]) -> tuple[Any, Any, Any]:
     """The gradients of q, v and p, the windows (x, k, i); None where they are not needed."""
     need_q, need_v, need_p = needs
     dq = dv = dp = None

@@ -74,7 +74,7 @@ class Reporter:
     def epoch(self, step: int, total_epochs: int, values: Mapping[str, float]) -> None:
         """An epoch is done and evaluated."""
         self.row("epoch", step, values)
-        overflowed = overflow_words(values.get("overflowed", 0))
+        overflowed = overflow_words(values["overflowed"])
         self.say(
             f"epoch {values['epoch']:.4g} of {total_epochs}: loss {values['train_loss']:.4f}, "
             f"validation loss {values['val_loss']:.4f}, top-1 {values['top1']:.2f} %, top-5 {values['top5']:.2f} %, "
