@@ -774,13 +774,15 @@ def show_balance(
             except UnreadableImageError as error:
                 unread.append(str(error))
 
-    rows = balance(classifier.model, inputs())
+    try:
+        rows = balance(classifier.model, inputs())
+    finally:
+        _name_unread(unread, len(sources))
     if as_json:
         print(json.dumps([{**asdict(row), "ratio": row.ratio} for row in rows], indent=2))
     else:
         for part in _show_balance(rows, classifier.name, len(sources) - len(unread)):
             console.print(part, highlight=False, soft_wrap=isinstance(part, str))
-    _name_unread(unread, len(sources))
 
 
 @app.command()

@@ -123,3 +123,7 @@ def test_the_command(command, gsanet, digits_run, digit, tmp_path):
     assert code == 0
     assert "1 image" in shown
     assert "1 of 2 images could not be read" in complaint
+    code, _, complaint = gsanet("balance", broken, "--run", run, "--device", "cpu")
+    assert code == 2
+    assert "broken.png" in complaint
+    assert "no images to measure with" in complaint
