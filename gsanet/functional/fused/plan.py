@@ -17,6 +17,8 @@ LONGEST = 320  # pixels of a line
 SHORT = 16  # pixels of a line up to which more and smaller blocks are faster
 SHORT_PIECE = 32  # pixels of a piece of a line below which what comes with each pair of pieces outweighs its products
 WIDTHS = range(4, 129)  # channels of a head
+# Registers that sums may take in a thread of the gradient, where one block of 8 or of 16 warps has a multiprocessor
+ALL_REGISTERS, HALF_REGISTERS = 190, 96
 # The most pixels that a block of the context vectors takes at once, and bytes of shared memory: larger maps pass
 # through two stages.
 CONTEXT_LENGTH, CONTEXT_MEMORY = 112, 66 * 1024
@@ -152,24 +154,21 @@ def _plan_pieces(
     Rather blocks that fill their products than long pieces, but what each pair of pieces costs besides its products
     wants these not too short.
     """
-    content_keys = features.get("content_keys", False)
     sums = _sums_memory(shape, features)
     for shortest in (SHORT_PIECE, 16):
         for heads, lines_at_once in _cuts(shape.heads, 16):
             if features.get("pool") and lines_at_once % 2:
                 continue
-            items = -(-lines // lines_at_once) * (shape.heads // heads)
             for piece in _pieces(length, shortest):
                 shared = _pieces_memory(shape, piece, heads, lines_at_once)
                 if shared + 16 * sums > machine.shared_memory:
                     continue
-                # Where each multiprocessor has one block at most, one that needs the room of two is faster.
-                fitting = 1 if items <= machine.multiprocessors else machine.blocks_of(shared + 8 * sums)
-                chosen = _backward_warps(shape, piece, heads * lines_at_once, fitting, content_keys)
-                if chosen is not None:
-                    cut = (piece, heads, lines_at_once, *chosen)
-                    shared += chosen[0] * sums
-                    return _launch_lines(machine, shape, "line_backward_pieces", cut, lines, shared, features)
+                # One block of 8 warps, which may have all registers of a multiprocessor, is the fastest by a fifth.
+                for warps, most in ((8, ALL_REGISTERS), (16, HALF_REGISTERS)):
+                    if _kept_registers(shape, piece, heads * lines_at_once, warps) <= most:
+                        cut = (piece, heads, lines_at_once, warps, 1)
+                        shared += warps * sums
+                        return _launch_lines(machine, shape, "line_backward_pieces", cut, lines, shared, features)
     return None
 
 
@@ -283,18 +282,22 @@ def _backward_warps(shape: Shape, length: int, pairs: int, fitting: int, content
 
     The limits are those under which little is spilled; where one block fits, 16 warps are faster than 8 if it is so.
     """
-    eights, tiles = -(-length // 8), _round_up(length, 16) // 16
-    table = (2 * eights - 1) * shape.padded(shape.key) // 8 * 2
-    values = tiles * shape.padded(shape.value) // 8 * 4
-    choices = [(8, 2, 70), (16, 1, 82 if content_keys else 96), (8, 1, 190)]
+    choices = [(8, 2, 70), (16, 1, 82 if content_keys else HALF_REGISTERS), (8, 1, ALL_REGISTERS)]
     if content_keys and pairs <= 8:
         choices = choices[2:]
     elif content_keys and shape.padded(shape.value) >= 32 and length > 8:
         choices[:2] = choices[1::-1]
     for warps, blocks, registers in choices:
-        if blocks <= fitting and table + values * -(-pairs // warps) <= registers:
+        if blocks <= fitting and _kept_registers(shape, length, pairs, warps) <= registers:
             return warps, blocks
     return None
+
+
+def _kept_registers(shape: Shape, length: int, pairs: int, warps: int) -> int:
+    """Those of a thread of the gradient's kernels that hold its sums: dR of its warp, dV of the warp's pairs."""
+    eights, tiles = -(-length // 8), _round_up(length, 16) // 16
+    table = (2 * eights - 1) * shape.padded(shape.key) // 8 * 2
+    return table + tiles * shape.padded(shape.value) // 8 * 4 * -(-pairs // warps)
 
 
 @functools.cache
