@@ -17,8 +17,6 @@ LONGEST = 320  # pixels of a line
 SHORT = 16  # pixels of a line up to which more and smaller blocks are faster
 SHORT_PIECE = 32  # pixels of a piece of a line below which what comes with each pair of pieces outweighs its products
 WIDTHS = range(4, 129)  # channels of a head
-# Registers that sums may take in a thread of the gradient, where one block of 8 or of 16 warps has a multiprocessor
-ALL_REGISTERS, HALF_REGISTERS = 190, 96
 # The most pixels that a block of the context vectors takes at once, and bytes of shared memory: larger maps pass
 # through two stages.
 CONTEXT_LENGTH, CONTEXT_MEMORY = 112, 66 * 1024
@@ -135,7 +133,7 @@ def _plan_whole(
             continue
         fitting = machine.blocks_of(shared + 8 * sums)
         if backward:
-            chosen = _backward_warps(shape, length, heads * lines_at_once, fitting, features.get("content_keys", False))
+            chosen = _backward_warps(shape, length, heads * lines_at_once, fitting, features)
         else:
             chosen = _forward_warps(shape, length, fitting)
         if chosen is None:
@@ -163,12 +161,12 @@ def _plan_pieces(
                 shared = _pieces_memory(shape, piece, heads, lines_at_once)
                 if shared + 16 * sums > machine.shared_memory:
                     continue
-                # One block of 8 warps, which may have all registers of a multiprocessor, is the fastest by a fifth.
-                for warps, most in ((8, ALL_REGISTERS), (16, HALF_REGISTERS)):
-                    if _kept_registers(shape, piece, heads * lines_at_once, warps) <= most:
-                        cut = (piece, heads, lines_at_once, warps, 1)
-                        shared += warps * sums
-                        return _launch_lines(machine, shape, "line_backward_pieces", cut, lines, shared, features)
+                fitting = machine.blocks_of(shared + 8 * sums)
+                chosen = _backward_warps(shape, piece, heads * lines_at_once, fitting, features, whole=False)
+                if chosen is not None:
+                    cut = (piece, heads, lines_at_once, *chosen)
+                    shared += chosen[0] * sums
+                    return _launch_lines(machine, shape, "line_backward_pieces", cut, lines, shared, features)
     return None
 
 
@@ -277,27 +275,29 @@ def _forward_warps(shape: Shape, length: int, fitting: int) -> tuple[int, int]:
     return 8, max(1, min(fitting, most))
 
 
-def _backward_warps(shape: Shape, length: int, pairs: int, fitting: int, content_keys: bool) -> tuple[int, int] | None:
+def _backward_warps(
+    shape: Shape, length: int, pairs: int, fitting: int, features: Mapping[str, bool], *, whole: bool = True
+) -> tuple[int, int] | None:
     """The same for the gradient, whose sums stay in registers; None if there are too many.
 
-    The limits are those under which little is spilled; where one block fits, 16 warps are faster than 8 if it is so.
+    The limits are those under which little is spilled; where one block of whole lines fits, 16 warps are faster than 8
+    if it is so. Of pieces of lines (`whole=False`) one block of 8 warps is faster than two of them, and than one of 16.
     """
-    choices = [(8, 2, 70), (16, 1, 82 if content_keys else HALF_REGISTERS), (8, 1, ALL_REGISTERS)]
-    if content_keys and pairs <= 8:
+    content_keys = features.get("content_keys", False)
+    eights, tiles = -(-length // 8), _round_up(length, 16) // 16
+    table = (2 * eights - 1) * shape.padded(shape.key) // 8 * 2
+    values = tiles * shape.padded(shape.value) // 8 * 4
+    choices = [(8, 2, 70), (16, 1, 82 if content_keys else 96), (8, 1, 190)]
+    if not whole:
+        choices = choices[:0:-1]
+    elif content_keys and pairs <= 8:
         choices = choices[2:]
     elif content_keys and shape.padded(shape.value) >= 32 and length > 8:
         choices[:2] = choices[1::-1]
     for warps, blocks, registers in choices:
-        if blocks <= fitting and _kept_registers(shape, length, pairs, warps) <= registers:
+        if blocks <= fitting and table + values * -(-pairs // warps) <= registers:
             return warps, blocks
     return None
-
-
-def _kept_registers(shape: Shape, length: int, pairs: int, warps: int) -> int:
-    """Those of a thread of the gradient's kernels that hold its sums: dR of its warp, dV of the warp's pairs."""
-    eights, tiles = -(-length // 8), _round_up(length, 16) // 16
-    table = (2 * eights - 1) * shape.padded(shape.key) // 8 * 2
-    return table + tiles * shape.padded(shape.value) // 8 * 4 * -(-pairs // warps)
 
 
 @functools.cache
