@@ -124,7 +124,10 @@ def train(
 
     progress, log = state.progress, StepLog(accelerator)
     began, saved_at = time.perf_counter() - progress.seconds, time.perf_counter()
-    with Interrupt(deadline) as interrupt, Reporter(out, progress.step, total_steps, is_main) as reporter:
+    with (
+        Interrupt(deadline) as interrupt,
+        Reporter(out, progress.step, total_steps, is_main, progress.row_losses) as reporter,
+    ):
         for line in (data.description, loaded, *damage, no_graph):
             if line:
                 reporter.say(line)
