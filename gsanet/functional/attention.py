@@ -53,7 +53,7 @@ def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, reach: i
         (batch, x, y, head, v).
     """
     checks.check_axis(axis)
-    checks.check_reach(reach)
+    reach = checks.check_reach(reach)
     checks.check_maps(q, v)
     checks.check_table("rel", rel, q.shape[-1])
     if (dtype := _autocast_dtype(q)) is not None:
@@ -139,9 +139,10 @@ def global_self_attention_map(
     Returns:
         (batch, dim_out, ceil(height / stride), ceil(width / stride)), channels-last.
     """
-    checks.check_projection(weight, dim_key, num_heads, content)
+    num_heads, dim_key = checks.check_projection(weight, dim_key, num_heads, content)
     checks.check_feature_map(x, weight.shape[1])
-    checks.check_counts(stride=stride)
+    (stride,) = checks.check_counts(stride=stride)
+    reach = checks.check_reach(reach)
     keys = dim_key if content else 0
     for name, values in {"norm": norm, "finish": finish}.items():
         if isinstance(values, Tensor):
@@ -162,7 +163,6 @@ def global_self_attention_map(
     }
     if (whole := select_whole(*wholes, norm, **settings)) is not None:
         # Layer by layer each function checks its own.
-        checks.check_reach(reach)
         given = {name: rel for name, rel in tables.items() if rel is not None}
         for name, rel in given.items():
             checks.check_table(name, rel, dim_key // num_heads)

@@ -66,7 +66,7 @@ class LocalRelation(Attention):
             )
         if not transform and dim_out != dim:
             raise ValueError(f"without a transformation dim_out must be dim, got {dim_out} and {dim}")
-        check_window(window)
+        window = check_window(window)
         self.dim, self.dim_out, self.stride, self.share, self.window = dim, dim_out, stride, share, window
         groups = dim_out // share
         factory: dict[str, Any] = {"device": device, "dtype": dtype}

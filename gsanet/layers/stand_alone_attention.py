@@ -58,7 +58,7 @@ class StandAloneAttention(Attention):
         dim_out = dim if dim_out is None else dim_out
         if dim_out % (2 * num_heads):
             raise ValueError(f"dim_out must be divisible by twice the number of heads, got {dim_out} for {num_heads}")
-        check_window(window)
+        window = check_window(window)
         self.dim, self.dim_out, self.stride, self.num_heads, self.window = dim, dim_out, stride, num_heads, window
         self.qkv = nn.Conv2d(dim, 3 * dim_out, 1, bias=False, device=device, dtype=dtype)
         half = dim_out // num_heads // 2

@@ -60,7 +60,7 @@ class VectorAttention(Attention):
             raise ValueError(
                 f"dim_out must be divisible by the channels that share a weight, got {dim_out} for {share}"
             )
-        check_window(window)
+        window = check_window(window)
         self.dim, self.dim_out, self.stride, self.share, self.window = dim, dim_out, stride, share, window
         self.dim_relation = dim_relation
         # One convolution for phi, psi and beta.
