@@ -101,6 +101,22 @@ def check_heads(num_heads: int, **channels: int) -> list[int]:
     return [heads, *numbers]
 
 
+def check_half_heads(num_heads: int, dim_out: int) -> list[int]:
+    """Check that the heads divide the channels, and halves of heads too; gives both numbers."""
+    heads, channels = check_counts(num_heads=num_heads, dim_out=dim_out)
+    if channels % (2 * heads):
+        raise ValueError(f"dim_out must be divisible by twice the number of heads, got {channels} for {heads}")
+    return [heads, channels]
+
+
+def check_share(share: int, dim_out: int) -> list[int]:
+    """Check that the output is made of groups of channels that share a weight; gives both numbers."""
+    share, channels = check_counts(share=share, dim_out=dim_out)
+    if channels % share:
+        raise ValueError(f"dim_out must be divisible by the channels that share a weight, got {channels} for {share}")
+    return [share, channels]
+
+
 def check_same_kind(**tensors: Tensor) -> None:
     """Check that all tensors of a call have one dtype and one device."""
     for attribute in ("dtype", "device"):
