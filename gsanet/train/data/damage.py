@@ -4,17 +4,19 @@ from collections.abc import Callable, Iterable
 
 from PIL import Image
 
+from gsanet.images import to_rgb
+
 
 class DamagedDataError(OSError):
     """More images than allowed do not decode."""
 
 
 def decode(open_sample: Callable[[], tuple[Image.Image, int]]) -> tuple[Image.Image, int] | None:
-    """An RGB image and its label; None if the sample is damaged."""
+    """An upright RGB image, the same as prediction reads, and its label; None if the sample is damaged."""
     try:
         image, label = open_sample()
         with image:
-            return image.convert("RGB"), label
+            return to_rgb(image, "the image"), label
     except Exception:  # what a damaged file makes PIL raise has no common class
         return None
 
@@ -32,7 +34,7 @@ class Damage:
         if len(self.names) > allowed(self.total, self.max_fraction):
             raise DamagedDataError(
                 f"{len(self.names)} of {self.total} {self.split} images do not decode "
-                f"({len(self.names) / self.total:.2%}, and max_bad_fraction allows {self.max_fraction:.2%}): "
+                f"({len(self.names) / self.total:.2%}, and data.max_bad_fraction allows {self.max_fraction:.2%}): "
                 + ", ".join(list(self.names)[:3])
             )
 

@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 from torch.utils.data import IterableDataset
 
+from gsanet.images import is_image
 from gsanet.train.data import draws
 from gsanet.train.data.shards import Shards, open_shards
 
@@ -45,8 +46,14 @@ class FolderSource:
     def __init__(self, folder: Path) -> None:
         from torchvision.datasets import ImageFolder
 
+        class Visible(ImageFolder):
+            def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+                names = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
+                return names, {name: label for label, name in enumerate(names)}
+
+        start = len(str(folder)) + 1
         try:
-            tree = ImageFolder(str(folder), allow_empty=True)
+            tree = Visible(str(folder), is_valid_file=lambda path: is_image(path[start:]), allow_empty=True)
         except FileNotFoundError:
             raise FileNotFoundError(f"{folder} holds no class folders: it needs one folder of images a class") from None
         self.class_names = tree.classes
