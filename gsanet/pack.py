@@ -1,5 +1,6 @@
 """A finished run as one file: bf16 weights, and in their metadata all that it takes to use them."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,6 +33,7 @@ def pack(
     data: str = "",
     license: str = "apache-2.0",
     note: str = "",
+    report: Callable[[str], None] = lambda line: None,
 ) -> Description:
     """Write the weights of a run in bf16, with what they are (see `gsanet.models.described`).
 
@@ -44,6 +46,7 @@ def pack(
             figures of the run, whose weights were not yet rounded to bf16.
         license: Of the weights, as the Hub spells it.
         note: What the licence does not say, such as the terms of the data.
+        report: Called with a line on images of `data` that could not be decoded, which are not counted.
     """
     run, out = Path(run), Path(out)
     if out.suffix != ".safetensors":
@@ -74,7 +77,7 @@ def pack(
         draft = Path(beside, out.name)
         _write(draft, tensors, described, out)
         if data:
-            evaluation = evaluate_weights(weights_recipe(draft, "", {"data.path": data}), draft)
+            evaluation = evaluate_weights(weights_recipe(draft, "", {"data.path": data}), draft, report)
             figures = {**described.metrics, **_figures(asdict(evaluation), data, 0.0, "bf16")}
             described = replace(described, metrics=figures)
             _write(draft, tensors, described, out)

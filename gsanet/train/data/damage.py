@@ -1,10 +1,11 @@
 """Images that do not decode: counted, named, skipped; and past a stated share, the end of the run."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from PIL import Image
 
 from gsanet.images import to_rgb
+from gsanet.train.data.sources import some
 
 
 class DamagedDataError(OSError):
@@ -37,6 +38,14 @@ class Damage:
                 f"({len(self.names) / self.total:.2%}, and data.max_bad_fraction allows {self.max_fraction:.2%}): "
                 + ", ".join(list(self.names)[:3])
             )
+
+
+def skipped_words(names: Sequence[str]) -> str:
+    """What to say of images that were skipped; nothing if none were."""
+    if not names:
+        return ""
+    images, were = ("images", "were") if len(names) > 1 else ("image", "was")
+    return f"{len(names):,} {images} could not be decoded and {were} skipped: {some(names)}"
 
 
 def allowed(total: int, max_fraction: float) -> int:

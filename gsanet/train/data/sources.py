@@ -65,7 +65,7 @@ class FolderSource:
         counts = np.bincount(self.labels, minlength=len(tree.classes))
         empty = [name for name, count in zip(tree.classes, counts, strict=True) if not count]
         if empty:
-            raise FileNotFoundError(f"{folder} has class folders without images: {_some(empty)}")
+            raise FileNotFoundError(f"{folder} has class folders without images: {some(empty)}")
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -275,12 +275,12 @@ def evaluated_on(path: str, images: int, holdout: float = 0.0) -> str:
 def _check_classes(name: str, found: list[str], wanted: list[str]) -> None:
     lacking, extra = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     if lacking:
-        raise FileNotFoundError(f"{name}/ lacks class folders that train/ has: {_some(lacking)}")
+        raise FileNotFoundError(f"{name}/ lacks class folders that train/ has: {some(lacking)}")
     if extra:
-        raise FileNotFoundError(f"{name}/ has class folders that train/ lacks: {_some(extra)}")
+        raise FileNotFoundError(f"{name}/ has class folders that train/ lacks: {some(extra)}")
 
 
-def _some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
     """The first few names, and how many there are."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
