@@ -482,7 +482,7 @@ def evaluate(
         raise ValueError(
             "give either --run DIR, or --data PATH with --model NAME (its weights in the package) or --weights FILE"
         )
-    found = evaluate_weights(chosen, source)
+    found = evaluate_weights(chosen, source, _say)
     if PartialState().is_main_process:
         figures = {"model": chosen.model, "data": chosen.data_path, "weights": str(source), **asdict(found)}
         if not math.isfinite(found.loss):  # JSON has no word for that
@@ -573,7 +573,7 @@ def pack_run(
     """Turn a run into one file that holds all: bf16 weights, network, classes, preprocessing, recipe, metrics."""
     from gsanet.pack import pack
 
-    found = pack(run, out, checkpoint=checkpoint, data=data, license=license, note=note)
+    found = pack(run, out, checkpoint=checkpoint, data=data, license=license, note=note, report=_say)
     console.print(f"written: {out} ({out.stat().st_size / 1e6:.2f} MB)", highlight=False, soft_wrap=True)
     console.print(f"metrics: {found.summary}", highlight=False, soft_wrap=True)
     console.print(

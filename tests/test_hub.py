@@ -3,6 +3,7 @@ import os
 import shutil
 
 import huggingface_hub
+import numpy as np
 import pytest
 import timm
 import torch
@@ -18,6 +19,8 @@ TINY = {"width": 0.125, "depths": (1, 1)}
 CASES = {
     "options": ("gsa_resnet50", {"groups": (2, 3), "stem": "3x3/1", "img_size": (24, 16), "num_classes": 3,
                                  "width": 0.125, "depths": (1, 1, 1), "reach": 5, "drop_path_rate": 0.1}),
+    "numpy's numbers": ("gsa_resnet26_tiny", {"depths": np.ones(2, int), "img_size": (np.int64(24), 16),
+                                              "num_classes": np.int64(3), "reach": np.int64(5)}),
     "channels": ("gsa_resnet26_tiny", {**TINY, "in_chans": 4}),
     "one channel": ("gsa_resnet26_tiny", {**TINY, "in_chans": 1}),
     "twin": ("conv_resnet26_tiny", TINY),

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gsanet.functional.backends import Axis, Backend
+from gsanet.functional.transforms import is_transformed
 
 # For CPUs, measured on two cores: benchmarks/NOTES.md has the numbers.
 LARGE_IMAGE = 2**17  # elements of q from which on content attention goes image by image
@@ -84,6 +85,8 @@ class _ColumnAttention(torch.autograd.Function):
     The pairs m of a line and a head, (batch, y, head), are independent. A product for each x leaves S as (x, m, i); the
     next one, for each m, reads it as (m, x, i) through its strides, and so on: scores are never copied.
     """
+
+    generate_vmap_rule = True  # torch.func.vmap goes through forward and backward, which are then without loops
 
     @staticmethod
     def forward(q: Tensor, v: Tensor, p: Tensor) -> Tensor:
@@ -162,7 +165,9 @@ def _pieces(q: Tensor) -> list[tuple[slice, slice, slice]]:
 
 def _may_loop(q: Tensor) -> bool:
     """Whether to loop over images: on a CPU, and never in a graph that is to serve all sizes of a batch."""
-    return q.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed():
+        return False
+    return q.device.type == "cpu"
 
 
 def _by_pixel(x: Tensor) -> Tensor:

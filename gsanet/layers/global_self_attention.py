@@ -61,8 +61,8 @@ class GlobalSelfAttention(RelativeTables):
         dim_key = dim if dim_key is None else dim_key
         if not (content or column or row):
             raise ValueError("content, column and row are all False: a GSA module needs at least one of them")
-        check_counts(dim=dim, stride=stride)
-        check_heads(num_heads, dim_out=dim_out, dim_key=dim_key)
+        dim, stride = check_counts(dim=dim, stride=stride)
+        num_heads, dim_out, dim_key = check_heads(num_heads, dim_out=dim_out, dim_key=dim_key)
         super().__init__(
             feat_size,
             dim_key // num_heads,

@@ -3,6 +3,7 @@ import itertools
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -300,6 +301,17 @@ def test_other_normalisations():
     assert make(norm_layer=nn.InstanceNorm2d)(torch.randn(2, 16, 6, 5)).shape == (2, 16, 6, 5)
 
 
+def test_whole_numbers_of_numpy_become_pythons():
+    numbers = {"dim": 16, "dim_out": 8, "stride": 2, "num_heads": 2, "dim_key": 4, "reach": 3, "feat_size": 6}
+    module = make(**{name: np.int64(number) for name, number in numbers.items()})
+    assert {name: getattr(module, name) for name in numbers} == {**numbers, "feat_size": (6, 6)}
+    assert {type(getattr(module, name)) for name in numbers} == {int, tuple}
+    assert {type(length) for length in module.feat_size} == {int}
+    module.resize_tables((np.int64(9), np.int64(8)))
+    assert repr(module) == repr(make(**{**numbers, "feat_size": (9, 8)}))
+    assert module(torch.randn(1, 16, 9, 8)).shape == (1, 8, 5, 4)
+
+
 def test_repr_tells_what_it_is():
     assert "content+column, feat_size=(6, 5), reach=2" in repr(make(row=False, reach=2))
 
@@ -315,12 +327,14 @@ def test_repr_tells_what_it_is():
         (lambda: make(reach=-1), ValueError, "reach must be 0 or more.*got -1"),
         (lambda: make(stride=0), ValueError, "stride must be 1 or more, got 0"),
         (lambda: make(stride=1.5), TypeError, r"stride must be a whole number, got 1\.5"),
+        (lambda: make(stride=True), TypeError, "stride must be a whole number, got True"),
         (lambda: make(dim="16"), TypeError, "dim must be a whole number, got '16'"),
         (lambda: make().resize_tables(None), ValueError, "feat_size is None: tables are resized to"),
         (lambda: make()(torch.randn(2, 16, 0, 5)), ValueError, r"at least one pixel, got \(2, 16, 0, 5\)"),
         (lambda: make()(torch.randn(2, 16, 6, 5).double()), TypeError, "same dtype, got x torch.float64, weight"),
         (lambda: make(feat_size=None), ValueError, "feat_size is None.*or a reach"),
         (lambda: make(feat_size=(4, 0)), ValueError, r"positive whole numbers.*got \(4, 0\)"),
+        (lambda: make(feat_size=(4, 4.0)), ValueError, r"positive whole numbers.*got \(4, 4\.0\)"),
         (lambda: make(feat_size=(4, 4, 4)), ValueError, r"one or two positive.*got \(4, 4, 4\)"),
         (lambda: make()(torch.randn(16, 6, 5)), ValueError, r"\(batch, 16, height, width\), got \(16, 6, 5\)"),
         (lambda: make()(torch.randn(1, 8, 6, 5)), ValueError, "must have 16 channels, got 8"),
