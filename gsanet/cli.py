@@ -388,20 +388,16 @@ def record_paper_run(
     recipe: Annotated[str, typer.Option(help="The recipe that it was started with.")],
     dataset: Annotated[str, typer.Option(help="What it was trained on. Default: its data's last part.")] = "",
     notes: Annotated[str, typer.Option(help="For the reader.")] = "",
-    commit: Annotated[str, typer.Option(help="The commit that made it. Default: the checkout's.")] = "",
+    commit: Annotated[str, typer.Option(help="The commit that made it. Default: what the run noted.")] = "",
     results: ResultsFolder = Path("results"),
 ) -> None:
     """Write the results of a run that is not in the matrix, as results/runs/NAME.json."""
     from gsanet.paper.record import record_run
-    from gsanet.provenance import package_commit
 
     if not name or Path(name).name != name:
         raise ValueError(f"--name is the name of a file in {results / 'runs'}, without folders, got {name!r}")
     file = results / "runs" / f"{name}.json"
-    made_by = commit or package_commit()
-    if not made_by:
-        raise ValueError("results name the commit that made them, and this is no checkout: say which, --commit HASH")
-    found = record_run(run, file, recipe_name=recipe, commit=made_by, dataset=dataset, notes=notes)
+    found = record_run(run, file, recipe_name=recipe, commit=commit, dataset=dataset, notes=notes)
     console.print(f"written: {file}: top-1 {found.top1:.2f} % of {found.evaluated_on}", highlight=False, soft_wrap=True)
 
 
@@ -484,7 +480,8 @@ def evaluate(
         )
     found = evaluate_weights(chosen, source, _say)
     if PartialState().is_main_process:
-        figures = {"model": chosen.model, "data": chosen.data_path, "weights": str(source), **asdict(found)}
+        figures: dict[str, Any] = {"model": chosen.model, "data": chosen.data_path, "weights": str(source)}
+        figures |= {"holdout": chosen.data_settings.holdout, **asdict(found)}
         if not math.isfinite(found.loss):  # JSON has no word for that
             figures["loss"] = None
         if as_json:
@@ -679,7 +676,7 @@ def predict(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what images show. An image that cannot be read is named at the end; exit code 1 if none could."""
+    """Say what images show. An image that cannot be read is named at the end; exit code 1 if none could be."""
     from gsanet.images import find_images
     from gsanet.predict import predict_images
 
@@ -693,7 +690,7 @@ def predict(
     else:
         for part in _show_predictions([prediction for prediction in predictions if not prediction.error]):
             console.print(part, highlight=False, soft_wrap=isinstance(part, str))
-    _name_unread([each.error for each in failed], len(predictions))
+    _name_failed([each.error for each in failed], len(predictions), "classified")
     if len(failed) == len(predictions):
         raise typer.Exit(1)
 
@@ -777,7 +774,7 @@ def show_balance(
     try:
         rows = balance(classifier.model, inputs())
     finally:
-        _name_unread(unread, len(sources))
+        _name_failed(unread, len(sources), "read")
     if as_json:
         print(json.dumps([{**asdict(row), "ratio": row.ratio} for row in rows], indent=2))
     else:
@@ -821,10 +818,10 @@ def _load_classifier(run: Path | None, model: str, weights: Path | None, setting
     return load_classifier(run, model, weights, _overrides(settings, {}), device or None)
 
 
-def _name_unread(reasons: Sequence[str], images: int) -> None:
-    """Which of so many images could not be read, if any."""
+def _name_failed(reasons: Sequence[str], images: int, wanted: str) -> None:
+    """Which of so many images could not be read or classified, if any."""
     if reasons:
-        lines = [f"{len(reasons)} of {images} images could not be read:", *reasons]
+        lines = [f"{len(reasons)} of {images} images could not be {wanted}:", *reasons]
         errors.print(escape("\n  ".join(lines)), highlight=False, soft_wrap=True, style="yellow")
 
 
