@@ -176,7 +176,7 @@ def _write_run(run: Path, folder: Path, repo: str, license: str, report: Callabl
     report(f"Reading the best weights of {run}")
     found = load_run_network(run)
     recipe = found.recipe
-    details: dict[str, Any] = {"Data": data_name(recipe.data_path)}  # its place is nobody's business
+    details: dict[str, Any] = {"Data": data_name(recipe.data_path)}  # where it lies says nothing to others
     if figures := read_evaluation(run, "best"):
         details["Evaluated on"] = evaluated_on(figures["data"], figures["images"], figures["holdout"])
         details["Top-1 (%)"] = f"{figures['top1']:.2f}"

@@ -230,7 +230,7 @@ def read_module(module: GlobalSelfAttention, x: Tensor, name: str = "", dtype: t
     assert v is not None
     return Reading(
         name,
-        q.contiguous(),  # not a part of `projected`, which would be kept with it
+        q.contiguous(),  # not a part of the projection, which would be kept with it
         None if k is None else k.flatten(0, 1).softmax(0).view_as(k),
         None if own.rel_column is None else fit_table(own.rel_column, height, own.reach),
         None if own.rel_row is None else fit_table(own.rel_row, width, own.reach),

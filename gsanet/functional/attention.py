@@ -170,7 +170,7 @@ def global_self_attention_map(
         with torch.autocast(x.device.type, enabled=False):
             return whole(*wholes, norm, **settings)
     checks.check_same_kind(x=maps[0], weight=maps[1])
-    q, k, v = project(x, weight, num_heads, dim_key, content)
+    q, k, v = split_heads(F.linear(x.permute(0, 2, 3, 1), weight), num_heads, dim_key, content)
     if isinstance(norm, Tensor):
         norm = partial(scale_and_shift, values=norm)
     out = global_self_attention(q, k, v, rel_column, rel_row, norm, reach)
@@ -178,18 +178,11 @@ def global_self_attention_map(
     return out if finish is None else scale_and_shift(out, finish).relu_()
 
 
-def project(
-    x: Tensor, weight: Tensor, num_heads: int, dim_key: int, content: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The first step of `global_self_attention_map`, which has the arguments: q, k and v, (batch, x, y, head, channel).
+def split_heads(projected: Tensor, num_heads: int, dim_key: int, content: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """From the projection (batch, x, y, q | k | v) to q, k and v, (batch, x, y, head, channel) each.
 
     Without content attention there is no k.
     """
-    return split_heads(F.linear(x.permute(0, 2, 3, 1), weight), num_heads, dim_key, content)
-
-
-def split_heads(projected: Tensor, num_heads: int, dim_key: int, content: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The same from what was projected already, (batch, x, y, channel): the channels of q, then of k, then of v."""
     keys = dim_key if content else 0
     q, k, v = (
         part.unflatten(-1, (num_heads, part.shape[-1] // num_heads))
