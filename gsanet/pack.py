@@ -99,7 +99,7 @@ def _without_places(recipe: Recipe) -> Recipe:
 def _run_metrics(run: Path, checkpoint: str, recipe: Recipe) -> dict[str, Any]:
     """What was measured of the weights as they were trained: by `gsanet eval`, or during training."""
     if figures := read_evaluation(run, checkpoint):
-        return _figures(figures, figures["data"], recipe.data_settings.holdout, "fp32")
+        return _figures(figures, figures["data"], figures["holdout"], "fp32")
     saved, _ = checkpoints.load(run / checkpoint)
     state = saved.state if saved else {}
     if not state.get("evaluation") or state["epoch_steps"]:  # trained on since

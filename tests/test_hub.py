@@ -165,10 +165,17 @@ def test_publish(run, tmp_path, command, monkeypatch):
 
 def test_the_card_says_what_the_accuracy_was_measured_on(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
+    recipe = copy / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("path: digits", "path: /home/me/digits"))
     figures = {"data": "elsewhere", "top1": 12.5, "top5": 50.0, "loss": 2.0, "images": 8}
     (copy / "eval-best.json").write_text(json.dumps(figures))
     publish(copy, "user/digits", tmp_path / "new")
-    assert "elsewhere" in (tmp_path / "new" / "README.md").read_text()
+    card = (tmp_path / "new" / "README.md").read_text()
+    assert "the 8 held-out images of elsewhere" in card
+    assert "- **Data:** digits\n" in card
+    (copy / "eval-best.json").write_text(json.dumps({**figures, "holdout": 0.1}))
+    publish(copy, "user/digits", tmp_path / "part")
+    assert "the 8 training images, held out, of elsewhere" in (tmp_path / "part" / "README.md").read_text()
     os.utime(copy / "eval-best.json", (1, 1))  # from before the weights were written
     publish(copy, "user/digits", tmp_path / "old")
     assert "12.5" not in (tmp_path / "old" / "README.md").read_text()

@@ -170,26 +170,23 @@ def global_self_attention_map(
         with torch.autocast(x.device.type, enabled=False):
             return whole(*wholes, norm, **settings)
     checks.check_same_kind(x=maps[0], weight=maps[1])
-    q, k, v = project(x, weight, num_heads, dim_key, content)
+    q, k, v = split_heads(F.linear(x.permute(0, 2, 3, 1), weight), num_heads, dim_key, content)
     if isinstance(norm, Tensor):
         norm = partial(scale_and_shift, values=norm)
     out = global_self_attention(q, k, v, rel_column, rel_row, norm, reach)
-    out = average_pool(_to_feature_map(out), stride)
+    out = average_pool(to_feature_map(out), stride)
     return out if finish is None else scale_and_shift(out, finish).relu_()
 
 
-def project(
-    x: Tensor, weight: Tensor, num_heads: int, dim_key: int, content: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The first step of `global_self_attention_map`, which has the arguments: q, k and v, (batch, x, y, head, channel).
+def split_heads(projected: Tensor, num_heads: int, dim_key: int, content: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """From the projection (batch, x, y, q | k | v) to q, k and v, (batch, x, y, head, channel) each.
 
     Without content attention there is no k.
     """
     keys = dim_key if content else 0
-    projected = F.linear(x.permute(0, 2, 3, 1), weight)  # b, x, y, q | k | v
     q, k, v = (
         part.unflatten(-1, (num_heads, part.shape[-1] // num_heads))
-        for part in projected.split((dim_key, keys, weight.shape[0] - dim_key - keys), dim=-1)
+        for part in projected.split((dim_key, keys, projected.shape[-1] - dim_key - keys), dim=-1)
     )
     return q, k if content else None, v
 
@@ -200,14 +197,14 @@ def scale_and_shift(x: Tensor, values: Tensor) -> Tensor:
     return torch.addcmul(shift, x, scale).to(x.dtype)
 
 
-def _to_feature_map(x: Tensor) -> Tensor:
+def to_feature_map(x: Tensor) -> Tensor:
     """(batch, x, y, head, v) as (batch, channels, x, y) in channels-last memory."""
     return x.flatten(3).permute(0, 3, 1, 2)
 
 
 def _apply_norm(norm: Norm, x: Tensor) -> Tensor:
     heads = x.shape[3:]
-    return norm(_to_feature_map(x)).permute(0, 2, 3, 1).unflatten(-1, heads)
+    return norm(to_feature_map(x)).permute(0, 2, 3, 1).unflatten(-1, heads)
 
 
 def _autocast_dtype(q: Tensor) -> torch.dtype | None:

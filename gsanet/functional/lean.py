@@ -63,7 +63,9 @@ def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, reach: i
     """Both axes by one formulation along dimension 1; for a row the map is seen transposed, without a copy."""
     if axis == "row":
         return positional_attention(q.transpose(1, 2), v.transpose(1, 2), rel, "column", reach).transpose(1, 2)
-    return _ColumnAttention.apply(q, v, _windows(fit_table(rel, q.shape[1], reach)))
+    windows = _windows(fit_table(rel, q.shape[1], reach))
+    # torch.func has its own rules for products, forwards, backwards and over batches, but keeps the scores.
+    return _mix(q, v, windows) if is_transformed() else _ColumnAttention.apply(q, v, windows)
 
 
 def _windows(table: Tensor) -> Tensor:
@@ -85,8 +87,6 @@ class _ColumnAttention(torch.autograd.Function):
     The pairs m of a line and a head, (batch, y, head), are independent. A product for each x leaves S as (x, m, i); the
     next one, for each m, reads it as (m, x, i) through its strides, and so on: scores are never copied.
     """
-
-    generate_vmap_rule = True  # torch.func.vmap goes through forward and backward, which are then without loops
 
     @staticmethod
     def forward(q: Tensor, v: Tensor, p: Tensor) -> Tensor:
@@ -165,9 +165,7 @@ def _pieces(q: Tensor) -> list[tuple[slice, slice, slice]]:
 
 def _may_loop(q: Tensor) -> bool:
     """Whether to loop over images: on a CPU, and never in a graph that is to serve all sizes of a batch."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed():
-        return False
-    return q.device.type == "cpu"
+    return q.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
 def _by_pixel(x: Tensor) -> Tensor:

@@ -4,9 +4,9 @@ import torch
 
 
 def is_transformed() -> bool:
-    """Whether one of `torch.func`'s transforms is at work, outside of `torch.compile`, which goes into them itself.
+    """Whether one of `torch.func`'s transforms is at work.
 
-    They take no part in custom operators, and do not let a part of a tensor be written over with what they batch.
+    They take no part in custom operators, and go into a `torch.autograd.Function` only by rules of its own.
     """
-    # PyTorch has no public question for it; torch.autograd.Function asks this one.
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    # PyTorch has no public question for it; torch.autograd.Function asks this one, and torch.compile knows it.
+    return torch._C._are_functorch_transforms_active()

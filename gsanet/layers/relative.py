@@ -99,8 +99,8 @@ class RelativeTables(Attention):
         sizes = f"a map of {height}x{width} is larger than the {made_for} that the tables were made for"
         if not self.keep_reach:
             raise ValueError(
-                f"{sizes}: call resize_tables(({height}, {width})) (for a network, set_input_size), "
-                "or allow it with keep_reach=True"
+                f"{sizes}: call resize_tables(({height}, {width})) (for a network, create it with img_size or call "
+                "set_input_size), or allow it with keep_reach=True"
             )
         if not torch.compiler.is_compiling():
             _mention_once(sizes)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import relative_error
-from torch.func import functional_call, grad, jacrev, stack_module_state, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, stack_module_state, vmap
 
 from gsanet import GlobalSelfAttention, create_model, functional
 from gsanet.functional import explain_backend, lean
@@ -74,10 +74,27 @@ def test_several_modules_at_once(size):
     assert relative_error(vmap(run)(parameters, buffers), expected) < ROUNDING
 
 
-def test_jacobian(size):
+@pytest.mark.parametrize("differentiate", [jacrev, jacfwd])
+def test_jacobian(size, differentiate):
     module, x = layer(), torch.randn(1, 8, 5, 4, dtype=torch.float64)
     expected = torch.autograd.functional.jacobian(module, x)
-    assert relative_error(jacrev(module)(x), expected) < ROUNDING
+    assert relative_error(differentiate(module)(x), expected) < ROUNDING
+
+
+def test_second_derivatives(size):
+    module, x = layer(), torch.randn(1, 8, 2, 3, dtype=torch.float64)
+    loss = lambda x: module(x).pow(3).sum()  # noqa: E731
+    assert relative_error(hessian(loss)(x), torch.autograd.functional.hessian(loss, x)) < ROUNDING
+
+
+def test_compiled():
+    module, x = layer(), torch.randn(3, 2, 8, 5, 4, dtype=torch.float64)
+
+    def each(x):
+        return vmap(lambda batch: grad(lambda image: module(image).square().sum())(batch))(x)
+
+    found = torch.compile(each, fullgraph=True, backend="eager")(x)
+    assert relative_error(found, each(x)) < ROUNDING
 
 
 def test_network_over_a_batch_of_batches():

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from helpers import brute_global, relative_error
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import prune
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import gsanet
 import gsanet.layers.relative as relative
 from gsanet import GlobalSelfAttention, functional
 
@@ -294,6 +296,58 @@ def test_drops_into_a_byobnet_of_the_users_own():
     network = ByobNet(cfg, num_classes=7, img_size=64)
     assert network(torch.randn(2, 3, 64, 64)).shape == (2, 7)
     assert sum(isinstance(m, GlobalSelfAttention) for m in network.modules()) == 2
+
+
+class LowRank(nn.Module):
+    """A layer with an update of low rank beside it, as fine-tuning puts them into networks."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Conv2d(layer.in_channels, 2, 1, bias=False)
+        self.up = nn.Conv2d(2, layer.out_channels, 1, bias=False)
+
+    @property
+    def weight(self):
+        return self.layer.weight
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"content": False, "stride": 2}, {"row": False, "reach": 2}], ids=str)
+def test_another_projection_is_called(options):
+    module, x = make(**options).double().eval(), torch.randn(2, 16, 6, 5, dtype=torch.float64)
+    with torch.no_grad():
+        plain = module(x)
+        seen = []
+        handle = module.qkv.register_forward_hook(lambda layer, inputs, output: seen.append(output))
+        assert_close(module(x), plain)
+        handle.remove()
+    assert len(seen) == 1
+    module.qkv = LowRank(module.qkv).double()
+    module(x).square().sum().backward()
+    assert module.qkv.up.weight.grad.abs().sum() > 0
+    merged = make(**options).double().eval()
+    state = {name: tensor for name, tensor in module.state_dict().items() if "qkv" not in name}
+    low_rank = torch.einsum("or...,ri...->oi...", module.qkv.up.weight, module.qkv.down.weight)
+    merged.load_state_dict({**state, "qkv.weight": module.qkv.weight + low_rank})
+    assert_close(module(x), merged(x))
+    network = nn.Sequential(module, nn.BatchNorm2d(16)).double().eval()
+    assert_close(gsanet.fuse_for_inference(network)(x), network(x))
+
+
+def test_pruning_goes_on_while_it_trains():
+    module, x = make(), torch.randn(2, 16, 6, 5)
+    prune.l1_unstructured(module.qkv, "weight", 0.5)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    for _ in range(3):
+        before = module.qkv.weight_orig.detach().clone()
+        module(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (module.qkv.weight == 0).float().mean() == pytest.approx(0.5, abs=0.01)
+        assert not torch.equal(module.qkv.weight_orig, before)
 
 
 def test_other_normalisations():

@@ -36,7 +36,7 @@ def test_train_then_evaluate_then_resume(gsanet, tmp_path):
     code, said = gsanet("eval", "--run", run)
     assert code == 0
     figures = json.loads((run / "eval-best.json").read_text())
-    assert figures["images"] == 360
+    assert (figures["images"], figures["holdout"]) == (360, 0.0)
     assert f"{figures['top1']:.2f}" in said
     state = json.loads((run / "best" / "checkpoint.json").read_text())["state"]
     assert figures["top1"] == pytest.approx(state["evaluation"]["top1"])

@@ -49,6 +49,8 @@ class FolderSource:
         class Visible(ImageFolder):
             def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
                 names = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
+                if not names:
+                    raise FileNotFoundError
                 return names, {name: label for label, name in enumerate(names)}
 
         start = len(str(folder)) + 1

@@ -48,6 +48,10 @@ def test_what_is_hidden_is_no_data(folder):
     assert (data.train.num_samples, data.val.num_samples) == (30, 15)
     assert sorted(numbers(data.train.batches(0))) == list(range(30))
     assert find_images([folder / "train"]) == sorted(map(str, (folder / "train").glob("*/0*.png")))
+    for name in CLASSES:
+        (folder / "val" / name).rename(folder / "val" / f".{name}")
+    with pytest.raises(FileNotFoundError, match="val holds no class folders"):
+        open_small(folder)
 
 
 def test_training_sees_what_prediction_reads(tmp_path):
