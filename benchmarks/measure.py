@@ -3,7 +3,7 @@
 import functools
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ class Share:
     def take(self, sides: Sides) -> None:
         """Run those of these sides that are this process's, once. Those of other rows may be the same."""
         for make in sides.values():
-            key = (make.func, make.args, *make.keywords.items()) if isinstance(make, partial) else make
+            key = _compiled_as(make)
             if key in self.seen:
                 continue
             self.seen[key] = len(self.seen)
@@ -50,6 +50,14 @@ class Share:
             except Exception as error:  # it will be reported when it is measured
                 print(one_line(error))
             forget()
+
+
+def _compiled_as(make: Any) -> Any:
+    """What two ways to make a side have in common if the same is compiled for both."""
+    if isinstance(make, partial):  # two partials of the same are not equal
+        keywords = ((name, _compiled_as(value)) for name, value in make.keywords.items())
+        return (make.func, *map(_compiled_as, make.args), *keywords)
+    return replace(make, graphs=False) if isinstance(make, Setting) else make  # graphs replay what was compiled
 
 
 share: Share | None = None  # of this process, if it is here to compile

@@ -169,16 +169,16 @@ def _api() -> huggingface_hub.HfApi:
 
 
 def _write_run(run: Path, folder: Path, repo: str, license: str, report: Callable[[str], None]) -> None:
-    from gsanet.train.data.sources import evaluated_on
+    from gsanet.train.data.sources import data_name, evaluated_on
     from gsanet.train.run_directory import read_evaluation
     from gsanet.train.run_network import load_run_network
 
     report(f"Reading the best weights of {run}")
     found = load_run_network(run)
     recipe = found.recipe
-    details: dict[str, Any] = {"Data": recipe.data.get("path", "unknown")}
+    details: dict[str, Any] = {"Data": data_name(recipe.data_path)}  # where it lies says nothing to others
     if figures := read_evaluation(run, "best"):
-        details["Evaluated on"] = evaluated_on(figures["data"], figures["images"], recipe.data_settings.holdout)
+        details["Evaluated on"] = evaluated_on(figures["data"], figures["images"], figures["holdout"])
         details["Top-1 (%)"] = f"{figures['top1']:.2f}"
         details["Top-5 (%)"] = f"{figures['top5']:.2f}"
     report(f"Writing {folder}")

@@ -2,6 +2,7 @@
 
 import http.client
 import io
+import os
 import urllib.error
 import urllib.request
 import warnings
@@ -38,12 +39,24 @@ def find_images(sources: Sequence[str | Path]) -> list[str]:
         if _is_url(source) or not Path(source).is_dir():
             found.append(source)
             continue
-        files = (file for file in Path(source).rglob("*") if file.suffix.lower() in EXTENSIONS and file.is_file())
+        below = (file for file in Path(source).rglob("*") if is_image(str(file.relative_to(source))))
+        files = (file for file in below if file.is_file())
         inside = sorted(map(str, files))
         if not inside:
             raise ValueError(f"there are no images in {source}: looked for files ending in {', '.join(EXTENSIONS)}")
         found += inside
     return found
+
+
+def is_image(name: str) -> bool:
+    """Whether a file is meant when its folder is: an image by its ending, and not hidden.
+
+    Hidden files and folders are other programs' own: macOS's notes on an image have the image's ending.
+
+    Args:
+        name: Its path below that folder.
+    """
+    return name.lower().endswith(EXTENSIONS) and not name.startswith(".") and f"{os.sep}." not in name
 
 
 def read_image(source: str | Path, name: str = "") -> Picture:
@@ -79,7 +92,7 @@ def read_image(source: str | Path, name: str = "") -> Picture:
                 )
             frames = getattr(opened, "n_frames", 1)
             note = f"the first of {frames} frames" if frames > 1 else ""
-            return Picture(_to_rgb(ImageOps.exif_transpose(opened), name, opened.format == "PNG"), note)
+            return Picture(to_rgb(opened, name), note)
     except UnreadableImageError:
         raise
     except FileNotFoundError:
@@ -92,12 +105,19 @@ def read_image(source: str | Path, name: str = "") -> Picture:
         raise UnreadableImageError(f"{name} cannot be read: {error}") from error
 
 
-def _to_rgb(image: Image.Image, name: str, is_png: bool) -> Image.Image:
+def to_rgb(image: Image.Image, name: str) -> Image.Image:
+    """An image as networks take it, in training as in `read_image`, which says what becomes of it.
+
+    Args:
+        image: As PIL opened it; it may be changed.
+        name: What to call it in a complaint.
+    """
+    ImageOps.exif_transpose(image, in_place=True)
     mode = image.mode
     if mode in ("I", "F"):
         # A PNG has no more than 16 bits, though some versions of PIL open it as 32.
         least, most = (float(value) for value in image.getextrema())  # type: ignore[arg-type]
-        if mode == "F" or not (is_png or 0 <= least <= most <= 0xFFFF):
+        if mode == "F" or not (image.format == "PNG" or 0 <= least <= most <= 0xFFFF):
             raise UnreadableImageError(f"{name} holds 32-bit numbers, and does not say which of them is white")
         return _from_16_bits(image)
     if mode.startswith("I;16"):

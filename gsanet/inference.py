@@ -15,11 +15,12 @@ from gsanet.functional.attention import scale_and_shift
 from gsanet.functional.checks import check_feature_map
 from gsanet.functional.lean import fit_table
 from gsanet.inference_blocks import ConvolutionReLU, fuse_blocks, fuse_pools, takes_relu
-from gsanet.inference_chains import Chains, has_hooks
+from gsanet.inference_chains import Chains
 from gsanet.layers import GlobalSelfAttention
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 from gsanet.layers.block_convolution import BlockConv2d
 from gsanet.layers.relative import RelativeTables
+from gsanet.layers.watched import has_hooks
 
 __all__ = ["InferenceSelfAttention", "fuse_for_inference"]
 
@@ -250,7 +251,7 @@ def _take_relu(chains: Chains, norm: nn.Module) -> bool:
 
 
 def _is_foldable_attention(module: nn.Module) -> TypeGuard[GlobalSelfAttention]:
-    if type(module) is not GlobalSelfAttention:
+    if type(module) is not GlobalSelfAttention or not module.projects_as_defined:
         return False
     norm = module.norm
     return norm is None or (_has_fixed_statistics(norm) and isinstance(_activation(norm), nn.Identity))

@@ -7,12 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from gsanet.layers.watched import has_hooks
+
 RELU_FUNCTIONS = (F.relu, torch.relu, torch.relu_)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether someone looks at what enters or leaves a module: then it keeps its place."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class Chains:

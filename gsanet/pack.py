@@ -1,7 +1,9 @@
 """A finished run as one file: bf16 weights, and in their metadata all that it takes to use them."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import safetensors.torch
@@ -10,7 +12,7 @@ import torch
 from gsanet.models import count_flops, count_parameters
 from gsanet.models.described import Description
 from gsanet.train import checkpoint as checkpoints
-from gsanet.train.checkpoint import explained, replace_file
+from gsanet.train.checkpoint import explained, write_durably
 from gsanet.train.data.sources import evaluated_on
 from gsanet.train.evaluate_weights import evaluate_weights, weights_recipe
 from gsanet.train.recipe import Recipe
@@ -31,6 +33,7 @@ def pack(
     data: str = "",
     license: str = "apache-2.0",
     note: str = "",
+    report: Callable[[str], None] = lambda line: None,
 ) -> Description:
     """Write the weights of a run in bf16, with what they are (see `gsanet.models.described`).
 
@@ -43,6 +46,7 @@ def pack(
             figures of the run, whose weights were not yet rounded to bf16.
         license: Of the weights, as the Hub spells it.
         note: What the licence does not say, such as the terms of the data.
+        report: Called with a line on images of `data` that could not be decoded, which are not counted.
     """
     run, out = Path(run), Path(out)
     if out.suffix != ".safetensors":
@@ -66,18 +70,25 @@ def pack(
         license=license,
         note=note,
     )
-    _write(out, tensors, described)
-    if data:
-        evaluation = evaluate_weights(weights_recipe(out, "", {"data.path": data}), out)
-        figures = {**described.metrics, **_figures(asdict(evaluation), data, 0.0, "bf16")}
-        described = replace(described, metrics=figures)
-        _write(out, tensors, described)
+    with explained(out):  # before an evaluation that may take long
+        folder = TemporaryDirectory(dir=out.parent, prefix=f".{out.stem}-")
+    # The file appears when all is well: one whose evaluation failed would look like any other.
+    with folder as beside:
+        draft = Path(beside, out.name)
+        _write(draft, tensors, described, out)
+        if data:
+            evaluation = evaluate_weights(weights_recipe(draft, "", {"data.path": data}), draft, report)
+            figures = {**described.metrics, **_figures(asdict(evaluation), data, 0.0, "bf16")}
+            described = replace(described, metrics=figures)
+            _write(draft, tensors, described, out)
+        with explained(out):
+            draft.replace(out)
     return described
 
 
-def _write(out: Path, tensors: dict[str, torch.Tensor], described: Description) -> None:
+def _write(draft: Path, tensors: dict[str, torch.Tensor], described: Description, out: Path) -> None:
     with explained(out):
-        replace_file(out, safetensors.torch.save(tensors, described.metadata()))
+        write_durably(draft, safetensors.torch.save(tensors, described.metadata()))
 
 
 def _without_places(recipe: Recipe) -> Recipe:
@@ -88,7 +99,7 @@ def _without_places(recipe: Recipe) -> Recipe:
 def _run_metrics(run: Path, checkpoint: str, recipe: Recipe) -> dict[str, Any]:
     """What was measured of the weights as they were trained: by `gsanet eval`, or during training."""
     if figures := read_evaluation(run, checkpoint):
-        return _figures(figures, figures["data"], recipe.data_settings.holdout, "fp32")
+        return _figures(figures, figures["data"], figures["holdout"], "fp32")
     saved, _ = checkpoints.load(run / checkpoint)
     state = saved.state if saved else {}
     if not state.get("evaluation") or state["epoch_steps"]:  # trained on since

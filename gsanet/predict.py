@@ -112,7 +112,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a network says of one image, the likeliest class first; or why it could not be read."""
+    """What a network says of one image, the likeliest class first; or why it says nothing."""
 
     image: str
     guesses: tuple[Guess, ...] = ()
@@ -150,24 +150,34 @@ class Classifier:
         """The likeliest classes of each RGB image, the likeliest first."""
         return self.classify([self.transform(image) for image in images], top)
 
-    @torch.inference_mode()
     def classify(self, inputs: Sequence[Tensor], top: int = 5) -> list[tuple[Guess, ...]]:
         """The same for images that `transform` has been applied to."""
+        found = self.try_classify(inputs, top)
+        if not all(found):
+            raise ValueError(self.overflow)
+        return found
+
+    @property
+    def overflow(self) -> str:
+        """What to say of an image without a finite output."""
+        return f"the outputs of {self.name} are not finite numbers: train it for longer, or more gently"
+
+    @torch.inference_mode()
+    def try_classify(self, inputs: Sequence[Tensor], top: int = 5) -> list[tuple[Guess, ...]]:
+        """The same, with nothing for an image whose output is not finite: now and then one overflows."""
         if top < 1:
             raise ValueError(f"top must be 1 or more, got {top}")
         if not inputs:
             return []
         probabilities = self.model(torch.stack(list(inputs)).to(self.device)).float().softmax(1).cpu()
-        if not probabilities.isfinite().all():
-            raise ValueError(f"the outputs of {self.name} are not finite numbers: train it for longer, or more gently")
+        finite = probabilities.isfinite().all(1).tolist()
         best = probabilities.topk(min(top, probabilities.shape[1]))
-        return [
-            tuple(Guess(label, self._class_name(label), value) for label, value in zip(labels, values, strict=True))
-            for labels, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        ]
+        rows = zip(finite, best.indices.tolist(), best.values.tolist(), strict=True)
+        return [self._guesses(labels, values) if is_finite else () for is_finite, labels, values in rows]
 
-    def _class_name(self, label: int) -> str:
-        return self.class_names[label] if self.class_names else str(label)
+    def _guesses(self, labels: list[int], probabilities: list[float]) -> tuple[Guess, ...]:
+        names = [self.class_names[label] if self.class_names else str(label) for label in labels]
+        return tuple(map(Guess, labels, names, probabilities))
 
 
 def load_classifier(
@@ -212,7 +222,7 @@ def load_classifier(
 def predict_images(
     classifier: Classifier, sources: Sequence[str | Path], top: int = 5, batch_size: int = 32
 ) -> Iterator[Prediction]:
-    """Predict files and addresses one after the other, in their order; one that cannot be read is said to be so."""
+    """Predict files and addresses one after the other, in their order; of one without an answer it is said why."""
     for start in range(0, len(sources), batch_size):
         found: list[Prediction] = []
         inputs: list[Tensor] = []
@@ -224,9 +234,13 @@ def predict_images(
                 continue
             found.append(Prediction(source, note=picture.note))
             inputs.append(classifier.transform(picture.image))  # at once: a batch of large images would fill the memory
-        guesses = iter(classifier.classify(inputs, top))
+        guesses = iter(classifier.try_classify(inputs, top))
         for each in found:
-            yield each if each.error else replace(each, guesses=next(guesses))
+            if not each.error:
+                each = replace(each, guesses=next(guesses))
+                if not each.guesses:
+                    each = replace(each, error=f"{each.image}: {classifier.overflow}")
+            yield each
 
 
 def _load_run(run: Path, overrides: Mapping[str, Any] | None) -> TrainedNetwork:

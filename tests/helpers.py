@@ -4,6 +4,7 @@ import itertools
 
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 
 def maps(shape, k, v, dtype=torch.float64, device="cpu", grad=False):
@@ -29,6 +30,13 @@ def gradients(output, inputs, seed=0):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
     return torch.autograd.grad((output * weight).sum(), inputs)
+
+
+def assert_same_with_gradients(out, expected, inputs):
+    """Compare two outputs, and the gradients of both with respect to each input."""
+    assert_close(out, expected)
+    for grad, wanted in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
+        assert_close(grad, wanted)
 
 
 def brute_content(q, k, v):

@@ -150,10 +150,20 @@ def test_bad_settings(options, words):
 
 
 def test_accuracies(tmp_path):
-    results = read_results(write(tmp_path, a=RUN, b={**RUN, "seed": 1, "top1": 49.11}))
+    results = read_results(
+        write(
+            tmp_path,
+            a=RUN,
+            b={**RUN, "seed": 1, "top1": 49.11},
+            longer={**RUN, "length": "20 epochs", "top1": 55.0},
+            choice={**RUN, "holdout": 0.1, "top1": 1.0},
+            question={**RUN, "question": "of its own", "top1": 2.0},
+        )
+    )
     assert accuracies(Network("gsa_resnet38"), results) == {
         PRINTED: 77.8,
-        "tinyimagenet, measured here": pytest.approx(49.42),
+        "tinyimagenet, tinyimagenet, measured here": pytest.approx(49.42),
+        "tinyimagenet, tinyimagenet, 20 epochs, measured here": 55.0,
     }
     assert accuracies(Network("san19_patchwise"), Results()) == {PRINTED: 78.2}
     assert accuracies(Network("nonlocal_resnet50"), Results()) == {}

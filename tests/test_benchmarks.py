@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,17 +96,20 @@ def test_processes_share_what_is_to_be_compiled(monkeypatch):
     made = []
 
     def modes(make, setting, batch, size):
-        made.append((make.func, make.args, *sorted(make.keywords.items())) if isinstance(make, partial) else make)
+        network = (make.func, make.args, *sorted(make.keywords.items())) if isinstance(make, partial) else make
+        made.append((network, batch))
         return {"compiled": lambda: None, "compiled, CUDA graph": Graphed(lambda: pytest.fail("not captured"))}
 
     monkeypatch.setattr(networks, "training_modes", modes)
-    cases = [CASES[name] for name in ("training", "training-groups", "small-images")]
+    monkeypatch.setattr(networks, "load_gsa_pytorch", lambda: None)
+    cases = [CASES[name] for name in ("training", "training-groups", "gsa-pytorch", "small-images")]
     for number in range(3):
         before = len(made)
         monkeypatch.setattr(measuring, "share", measuring.Share(number, 3))
-        runner.compile_share(cases, TINY)
-        assert 2 <= len(made) - before <= 3
-    assert len(made) == len(set(made)) == 7  # ours in three forms, two others, and two for small images
+        runner.compile_share(cases, replace(TINY, batch=8, graphs=True))
+        assert len(made) - before == 3
+    # Ours in three forms, two others, gsa-pytorch in two batches, and two for small images.
+    assert len(made) == len(set(made)) == 9
 
 
 def throughput(ours, theirs, target=None):

@@ -3,6 +3,7 @@ import os
 import shutil
 
 import huggingface_hub
+import numpy as np
 import pytest
 import timm
 import torch
@@ -18,6 +19,8 @@ TINY = {"width": 0.125, "depths": (1, 1)}
 CASES = {
     "options": ("gsa_resnet50", {"groups": (2, 3), "stem": "3x3/1", "img_size": (24, 16), "num_classes": 3,
                                  "width": 0.125, "depths": (1, 1, 1), "reach": 5, "drop_path_rate": 0.1}),
+    "numpy's numbers": ("gsa_resnet26_tiny", {"depths": np.ones(2, int), "img_size": (np.int64(24), 16),
+                                              "num_classes": np.int64(3), "reach": np.int64(5)}),
     "channels": ("gsa_resnet26_tiny", {**TINY, "in_chans": 4}),
     "one channel": ("gsa_resnet26_tiny", {**TINY, "in_chans": 1}),
     "twin": ("conv_resnet26_tiny", TINY),
@@ -162,10 +165,17 @@ def test_publish(run, tmp_path, command, monkeypatch):
 
 def test_the_card_says_what_the_accuracy_was_measured_on(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
+    recipe = copy / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("path: digits", "path: /home/me/digits"))
     figures = {"data": "elsewhere", "top1": 12.5, "top5": 50.0, "loss": 2.0, "images": 8}
     (copy / "eval-best.json").write_text(json.dumps(figures))
     publish(copy, "user/digits", tmp_path / "new")
-    assert "elsewhere" in (tmp_path / "new" / "README.md").read_text()
+    card = (tmp_path / "new" / "README.md").read_text()
+    assert "the 8 held-out images of elsewhere" in card
+    assert "- **Data:** digits\n" in card
+    (copy / "eval-best.json").write_text(json.dumps({**figures, "holdout": 0.1}))
+    publish(copy, "user/digits", tmp_path / "part")
+    assert "the 8 training images, held out, of elsewhere" in (tmp_path / "part" / "README.md").read_text()
     os.utime(copy / "eval-best.json", (1, 1))  # from before the weights were written
     publish(copy, "user/digits", tmp_path / "old")
     assert "12.5" not in (tmp_path / "old" / "README.md").read_text()

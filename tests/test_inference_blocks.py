@@ -134,6 +134,10 @@ def test_what_goes_to_the_operator(calls, monkeypatch):
     with torch.no_grad():
         assert count(x, weight, bias, added) == 1
     x = x.detach()
+    mapped = torch.func.vmap(lambda x, added: convolution_relu(x, weight, bias, added, *settings))
+    before = len(calls)
+    assert relative_error(mapped(x[None], added[None])[0], in_double(x, weight, bias, added, *settings)) < 1e-6
+    assert len(calls) == before
     for name in ("enabled", "deterministic"):
         with torch.backends.cudnn.flags(**{name: name != "enabled"}):
             assert count(x, weight, bias, added) == 0

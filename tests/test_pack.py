@@ -63,6 +63,20 @@ def test_without_data_the_figures_are_the_runs(run, tmp_path):
     assert found.metrics["weights"] == "fp32"
 
 
+def test_a_file_whose_evaluation_fails_is_not_written(run, packed, tmp_path):
+    file = tmp_path / "a.safetensors"
+    with pytest.raises(FileNotFoundError):
+        pack(run, file, data=str(tmp_path / "nowhere"))
+    assert list(tmp_path.iterdir()) == []
+    shutil.copy(packed, file)
+    with pytest.raises(FileNotFoundError):
+        pack(run, file, data=str(tmp_path / "nowhere"))
+    assert file.read_bytes() == packed.read_bytes()
+    assert list(tmp_path.iterdir()) == [file]
+    with pytest.raises(OSError, match=r"cannot write .*a\.safetensors: No such file"):
+        pack(run, tmp_path / "missing" / "a.safetensors", data="digits")
+
+
 def test_figures_of_weights_that_were_trained_on_since_are_not_theirs(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
     figures = {"data": "elsewhere", "top1": 12.5, "top5": 50.0, "loss": 2.0, "images": 8}

@@ -11,6 +11,7 @@ from PIL import Image
 
 from gsanet import predict
 from gsanet.export import open_network
+from gsanet.images import read_image
 from gsanet.predict import Transform, View, load_classifier, predict_images
 from gsanet.train.data import DataSettings, open_data
 from gsanet.train.recipe import load_recipe
@@ -131,6 +132,28 @@ def test_the_command(gsanet, run, digit):
     assert len(found["top"]) == 5
 
 
+def test_an_image_that_overflows_does_not_take_the_others_with_it(run, digit, tmp_path):
+    classifier = load_classifier(run)
+    black = tmp_path / "black.png"
+    Image.new("L", (8, 8)).save(black)
+    darkest = classifier.transform(read_image(black).image).min()
+
+    def overflow(module, inputs, output):
+        return torch.where((inputs[0] == darkest).flatten(1).all(1)[:, None], torch.inf, output)
+
+    classifier.model.register_forward_hook(overflow)
+    first, second, third = predict_images(classifier, [digit, black, digit])
+    assert first.guesses == third.guesses
+    assert (first.guesses[0].name, first.error) == ("3", "")
+    assert second.guesses == ()
+    assert (
+        second.error
+        == f"{black}: the outputs of {classifier.name} are not finite numbers: train it for longer, or more gently"
+    )
+    with pytest.raises(ValueError, match="are not finite numbers"):
+        classifier.predict([read_image(black).image])
+
+
 def test_a_folder_with_a_broken_file(gsanet, run, digit, tmp_path):
     for number in range(9):
         shutil.copy(digit, tmp_path / f"{number}.png")
@@ -139,13 +162,13 @@ def test_a_folder_with_a_broken_file(gsanet, run, digit, tmp_path):
     code, out, complaint = gsanet("predict", tmp_path, "--run", run)
     assert code == 0
     assert out.count("█") >= 9
-    assert "1 of 10 images could not be read:" in complaint
+    assert "1 of 10 images could not be classified:" in complaint
     assert "4.png is not an image" in complaint
     code, out, _ = gsanet("predict", tmp_path, "--run", run, "--json")
     assert [bool(each["error"]) for each in json.loads(out)].count(True) == 1
     code, out, complaint = gsanet("predict", tmp_path / "4.png", tmp_path / "none.png", "--run", run)
     assert code == 1
-    assert "2 of 2 images could not be read" in complaint
+    assert "2 of 2 images could not be classified" in complaint
     assert "there is no file" in complaint
 
 

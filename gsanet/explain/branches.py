@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gsanet.explain.maps import gsa_modules, recorded_inputs
 from gsanet.functional import content_attention, global_self_attention
+from gsanet.functional.attention import split_heads
 from gsanet.functional.lean import fit_table
 from gsanet.layers import GlobalSelfAttention
 
@@ -88,12 +89,7 @@ def _mean(name: str, size: tuple[int, int], totals: dict[str, Tensor], count: in
 
 def _measure(module: GlobalSelfAttention, x: Tensor) -> dict[str, Tensor]:
     """What `Balance` has the means of, of each image."""
-    heads = module.num_heads
-    parts = (module.dim_key, module.dim_key if module.content else 0, module.dim_out)
-    projected = torch.einsum("bchw,dc->bhwd", x, module.qkv.weight.flatten(1).to(x.dtype))
-    q, k, v = (part.unflatten(-1, (heads, -1)) if part.shape[-1] else None for part in projected.split(parts, -1))
-    assert q is not None
-    assert v is not None
+    q, k, v = split_heads(module.qkv(x).permute(0, 2, 3, 1), module.num_heads, module.dim_key, module.content)
     found: dict[str, Tensor] = {}
     if k is not None:
         found["content"] = _square(content_attention(q, k, v))

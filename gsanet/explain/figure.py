@@ -70,7 +70,8 @@ def draw(found: ImageExplanation, file: Path, head: int | None = None) -> None:
         _draw_curves(next(parts), found, chosen)
     if with_small:
         _draw_heads(next(parts), found, small)
-    figure.suptitle(_title(found, head), color=INK, fontsize=12.5)
+    # A class may be called anything: dollars would be taken for formulas.
+    figure.suptitle(_title(found, head), color=INK, fontsize=12.5, parse_math=False)
     figure.savefig(file, dpi=110)
 
 

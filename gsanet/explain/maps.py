@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gsanet.functional.attention import split_heads
 from gsanet.functional.lean import fit_table
 from gsanet.layers import GlobalSelfAttention
 
@@ -223,16 +224,14 @@ def read_module(module: GlobalSelfAttention, x: Tensor, name: str = "", dtype: t
     scale, shift = (_array(values.view(heads, -1)) for values in _scale_and_shift(own, x))
     output = own(x)[0].permute(1, 2, 0).unflatten(-1, (heads, -1))
 
-    keys = own.dim_key if own.content else 0
-    projected = torch.einsum("chw,dc->hwd", x[0], own.qkv.weight.flatten(1))
-    q, k, v = (
-        part.unflatten(-1, (heads, part.shape[-1] // heads))  # x, y, head, channel
-        for part in projected.split((own.dim_key, keys, own.dim_out), dim=-1)
-    )
+    maps = split_heads(own.qkv(x).permute(0, 2, 3, 1), heads, own.dim_key, own.content)
+    q, k, v = (None if each is None else each[0] for each in maps)  # x, y, head, channel
+    assert q is not None
+    assert v is not None
     return Reading(
         name,
-        q.contiguous(),  # not a part of `projected`, which would be kept with it
-        k.flatten(0, 1).softmax(0).view_as(k) if own.content else None,
+        q.contiguous(),  # not a part of the projection, which would be kept with it
+        None if k is None else k.flatten(0, 1).softmax(0).view_as(k),
         None if own.rel_column is None else fit_table(own.rel_column, height, own.reach),
         None if own.rel_row is None else fit_table(own.rel_row, width, own.reach),
         _array(v.permute(2, 0, 1, 3)),

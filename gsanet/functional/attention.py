@@ -53,7 +53,7 @@ def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, reach: i
         (batch, x, y, head, v).
     """
     checks.check_axis(axis)
-    checks.check_reach(reach)
+    reach = checks.check_reach(reach)
     checks.check_maps(q, v)
     checks.check_table("rel", rel, q.shape[-1])
     if (dtype := _autocast_dtype(q)) is not None:
@@ -139,9 +139,10 @@ def global_self_attention_map(
     Returns:
         (batch, dim_out, ceil(height / stride), ceil(width / stride)), channels-last.
     """
-    checks.check_projection(weight, dim_key, num_heads, content)
+    num_heads, dim_key = checks.check_projection(weight, dim_key, num_heads, content)
     checks.check_feature_map(x, weight.shape[1])
-    checks.check_counts(stride=stride)
+    (stride,) = checks.check_counts(stride=stride)
+    reach = checks.check_reach(reach)
     keys = dim_key if content else 0
     for name, values in {"norm": norm, "finish": finish}.items():
         if isinstance(values, Tensor):
@@ -162,7 +163,6 @@ def global_self_attention_map(
     }
     if (whole := select_whole(*wholes, norm, **settings)) is not None:
         # Layer by layer each function checks its own.
-        checks.check_reach(reach)
         given = {name: rel for name, rel in tables.items() if rel is not None}
         for name, rel in given.items():
             checks.check_table(name, rel, dim_key // num_heads)
@@ -170,16 +170,25 @@ def global_self_attention_map(
         with torch.autocast(x.device.type, enabled=False):
             return whole(*wholes, norm, **settings)
     checks.check_same_kind(x=maps[0], weight=maps[1])
-    projected = F.linear(x.permute(0, 2, 3, 1), weight)  # b, x, y, q | k | v
-    q, k, v = (
-        part.unflatten(-1, (num_heads, part.shape[-1] // num_heads))
-        for part in projected.split((dim_key, keys, weight.shape[0] - dim_key - keys), dim=-1)
-    )
+    q, k, v = split_heads(F.linear(x.permute(0, 2, 3, 1), weight), num_heads, dim_key, content)
     if isinstance(norm, Tensor):
         norm = partial(scale_and_shift, values=norm)
-    out = global_self_attention(q, k if content else None, v, rel_column, rel_row, norm, reach)
-    out = average_pool(_to_feature_map(out), stride)
+    out = global_self_attention(q, k, v, rel_column, rel_row, norm, reach)
+    out = average_pool(to_feature_map(out), stride)
     return out if finish is None else scale_and_shift(out, finish).relu_()
+
+
+def split_heads(projected: Tensor, num_heads: int, dim_key: int, content: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """From the projection (batch, x, y, q | k | v) to q, k and v, (batch, x, y, head, channel) each.
+
+    Without content attention there is no k.
+    """
+    keys = dim_key if content else 0
+    q, k, v = (
+        part.unflatten(-1, (num_heads, part.shape[-1] // num_heads))
+        for part in projected.split((dim_key, keys, projected.shape[-1] - dim_key - keys), dim=-1)
+    )
+    return q, k if content else None, v
 
 
 def scale_and_shift(x: Tensor, values: Tensor) -> Tensor:
@@ -188,14 +197,14 @@ def scale_and_shift(x: Tensor, values: Tensor) -> Tensor:
     return torch.addcmul(shift, x, scale).to(x.dtype)
 
 
-def _to_feature_map(x: Tensor) -> Tensor:
+def to_feature_map(x: Tensor) -> Tensor:
     """(batch, x, y, head, v) as (batch, channels, x, y) in channels-last memory."""
     return x.flatten(3).permute(0, 3, 1, 2)
 
 
 def _apply_norm(norm: Norm, x: Tensor) -> Tensor:
     heads = x.shape[3:]
-    return norm(_to_feature_map(x)).permute(0, 2, 3, 1).unflatten(-1, heads)
+    return norm(to_feature_map(x)).permute(0, 2, 3, 1).unflatten(-1, heads)
 
 
 def _autocast_dtype(q: Tensor) -> torch.dtype | None:

@@ -1,6 +1,11 @@
 """What is refused before any arithmetic: one sentence each, naming the value and what would be right."""
 
+import operator
+from contextlib import suppress
+from typing import Any
+
 import torch
+from timm.layers import to_2tuple
 from torch import Tensor
 
 
@@ -47,31 +52,69 @@ def check_axis(axis: str) -> None:
         raise ValueError(f"axis must be 'column' or 'row', got {axis!r}")
 
 
-def check_reach(reach: int | None) -> None:
-    """Check the largest offset attended to."""
+def check_whole(name: str, value: Any, wanted: str = "a whole number") -> int:
+    """Check a whole number of any type, numpy's for one, and give it as Python's own; bool is no number here."""
+    if not isinstance(value, bool):
+        if isinstance(value, int | torch.SymInt):
+            return value  # type: ignore[return-value]  # a symbol of torch.export stays one
+        with suppress(TypeError):
+            return operator.index(value)
+    raise TypeError(f"{name} must be {wanted}, got {value!r}")
+
+
+def check_size(name: str, size: Any) -> tuple[int, int]:
+    """Check the (height, width) of a map or an image, or one number for both, and give both."""
+    try:
+        height, width = (check_whole(name, length) for length in to_2tuple(size))
+    except (TypeError, ValueError):
+        height = width = 0
+    if min(height, width) < 1:
+        raise ValueError(f"{name} must be one or two positive whole numbers (height, width), got {size!r}")
+    return height, width
+
+
+def check_reach(reach: int | None) -> int | None:
+    """Check the largest offset attended to, and give it."""
     if reach is None:
-        return
-    if isinstance(reach, bool) or not isinstance(reach, int):
-        raise TypeError(f"reach must be a whole number of pixels or None, got {reach!r}")
+        return None
+    reach = check_whole("reach", reach, "a whole number of pixels or None")
     if reach < 0:
         raise ValueError(f"reach must be 0 or more, or None for the whole map, got {reach}")
+    return reach
 
 
-def check_counts(**counts: int) -> None:
-    """Check what is counted from 1, given by name."""
-    for name, value in counts.items():
-        if value is None or isinstance(value, float | str):
-            raise TypeError(f"{name} must be a whole number, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be 1 or more, got {value}")
+def check_counts(**counts: int) -> list[int]:
+    """Check what is counted from 1, given by name, and give the numbers."""
+    numbers = [check_whole(name, value) for name, value in counts.items()]
+    for name, number in zip(counts, numbers, strict=True):
+        if number < 1:
+            raise ValueError(f"{name} must be 1 or more, got {number}")
+    return numbers
 
 
-def check_heads(num_heads: int, **channels: int) -> None:
-    """Check that the heads divide the channels, given by name."""
-    check_counts(num_heads=num_heads, **channels)
-    for name, value in channels.items():
-        if value % num_heads:
-            raise ValueError(f"{name} must be divisible by the number of heads, got {value} for {num_heads} heads")
+def check_heads(num_heads: int, **channels: int) -> list[int]:
+    """Check that the heads divide the channels, given by name, and give all numbers."""
+    heads, *numbers = check_counts(num_heads=num_heads, **channels)
+    for name, number in zip(channels, numbers, strict=True):
+        if number % heads:
+            raise ValueError(f"{name} must be divisible by the number of heads, got {number} for {heads} heads")
+    return [heads, *numbers]
+
+
+def check_half_heads(num_heads: int, dim_out: int) -> list[int]:
+    """Check that the heads divide the channels, and halves of heads too; gives both numbers."""
+    heads, channels = check_counts(num_heads=num_heads, dim_out=dim_out)
+    if channels % (2 * heads):
+        raise ValueError(f"dim_out must be divisible by twice the number of heads, got {channels} for {heads}")
+    return [heads, channels]
+
+
+def check_share(share: int, dim_out: int) -> list[int]:
+    """Check that the output is made of groups of channels that share a weight; gives both numbers."""
+    share, channels = check_counts(share=share, dim_out=dim_out)
+    if channels % share:
+        raise ValueError(f"dim_out must be divisible by the channels that share a weight, got {channels} for {share}")
+    return [share, channels]
 
 
 def check_same_kind(**tensors: Tensor) -> None:
@@ -101,9 +144,9 @@ def check_feature_map(x: Tensor, channels: int) -> None:
     check_pixels("the input", x, *x.shape[2:])
 
 
-def check_projection(weight: Tensor, dim_key: int, num_heads: int, content: bool) -> None:
-    """Check the stacked 1x1 convolutions of q, of k with content attention, and of v."""
-    check_heads(num_heads, dim_key=dim_key)
+def check_projection(weight: Tensor, dim_key: int, num_heads: int, content: bool) -> tuple[int, int]:
+    """Check the stacked 1x1 convolutions of q, of k with content attention, and of v; gives num_heads and dim_key."""
+    num_heads, dim_key = check_heads(num_heads, dim_key=dim_key)
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight must be a tensor, got {type(weight).__name__}")
     parts = 2 if content else 1
@@ -113,6 +156,7 @@ def check_projection(weight: Tensor, dim_key: int, num_heads: int, content: bool
             f"dim_key {dim_key}, got {tuple(weight.shape)}"
         )
     check_heads(num_heads, dim_out=weight.shape[0] - parts * dim_key)
+    return num_heads, dim_key
 
 
 def check_scale_and_shift(name: str, values: Tensor, channels: int) -> None:
@@ -125,7 +169,9 @@ def check_scale_and_shift(name: str, values: Tensor, channels: int) -> None:
         raise TypeError(f"{name} must be float32 or float64, whatever the map is, got {values.dtype}")
 
 
-def check_window(window: int) -> None:
-    """Check the size of a window around a pixel: it needs a middle."""
+def check_window(window: int) -> int:
+    """Check the size of a window around a pixel, which needs a middle, and give it."""
+    window = check_whole("window", window)
     if window < 1 or window % 2 == 0:
         raise ValueError(f"window must be an odd number of pixels, got {window}")
+    return window

@@ -15,6 +15,7 @@ from torch import Tensor
 from gsanet.functional.blocks import pays, to_blocks
 from gsanet.functional.exporting import is_exporting
 from gsanet.functional.inference_only import refuse_gradients
+from gsanet.functional.transforms import is_transformed
 
 __all__ = ["convolution_relu"]
 
@@ -57,7 +58,7 @@ def _is_for_operator(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *settings: Sequence[int]
 ) -> bool:
     tensors = [x, weight, bias] if residual is None else [x, weight, bias, residual]
-    if not _is_on_gpu(x) or x.dtype not in DTYPES or x.dim() != 4 or is_exporting():
+    if not _is_on_gpu(x) or x.dtype not in DTYPES or x.dim() != 4 or is_exporting() or is_transformed():
         return False
     if any(tensor.dtype != x.dtype or tensor.device != x.device for tensor in tensors):  # as autocast may leave them
         return False

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gsanet.functional.backends import Axis, Backend
+from gsanet.functional.transforms import is_transformed
 
 # For CPUs, measured on two cores: benchmarks/NOTES.md has the numbers.
 LARGE_IMAGE = 2**17  # elements of q from which on content attention goes image by image
@@ -62,7 +63,9 @@ def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, reach: i
     """Both axes by one formulation along dimension 1; for a row the map is seen transposed, without a copy."""
     if axis == "row":
         return positional_attention(q.transpose(1, 2), v.transpose(1, 2), rel, "column", reach).transpose(1, 2)
-    return _ColumnAttention.apply(q, v, _windows(fit_table(rel, q.shape[1], reach)))
+    windows = _windows(fit_table(rel, q.shape[1], reach))
+    # torch.func has its own rules for products, forwards, backwards and over batches, but keeps the scores.
+    return _mix(q, v, windows) if is_transformed() else _ColumnAttention.apply(q, v, windows)
 
 
 def _windows(table: Tensor) -> Tensor:

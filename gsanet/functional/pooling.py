@@ -8,5 +8,5 @@ from gsanet.functional.checks import check_counts
 
 def average_pool(x: Tensor, stride: int) -> Tensor:
     """A map (batch, channels, height, width) pooled by stride x stride; the last window may be cut by the border."""
-    check_counts(stride=stride)
+    (stride,) = check_counts(stride=stride)
     return F.avg_pool2d(x, stride, ceil_mode=True, count_include_pad=False) if stride > 1 else x

@@ -54,7 +54,7 @@ class AxialAttention(RelativeTables):
         dtype: torch.dtype | None = None,
     ):
         dim_out = dim if dim_out is None else dim_out
-        check_heads(num_heads, dim=dim, dim_out=dim_out)
+        num_heads, dim, dim_out = check_heads(num_heads, dim=dim, dim_out=dim_out)
         super().__init__(feat_size, dim // num_heads, keep_reach=keep_reach, device=device, dtype=dtype)
         self.dim, self.dim_out, self.stride, self.num_heads = dim, dim_out, stride, num_heads
         self.qkv = nn.Conv2d(dim, 2 * dim + dim_out, 1, bias=False, device=device, dtype=dtype)

@@ -48,7 +48,7 @@ class DETRTransformer(Attention):
         super().__init__()
         if dim_out % 4:
             raise ValueError(f"dim_out must be a multiple of 4, got {dim_out}")
-        check_heads(num_heads, dim_out=dim_out)
+        num_heads, dim_out = check_heads(num_heads, dim_out=dim_out)
         self.dim, self.dim_out = dim, dim_out
         self.project = nn.Linear(dim, dim_out, device=device, dtype=dtype)
         self.layers = nn.ModuleList(

@@ -43,7 +43,7 @@ class EfficientAttention(Attention):
     ):
         super().__init__()
         dim_inner = dim_inner or dim // 2
-        check_heads(num_heads, dim_inner=dim_inner)
+        num_heads, dim_inner = check_heads(num_heads, dim_inner=dim_inner)
         self.dim, self.dim_inner, self.num_heads, self.zero_init_last = dim, dim_inner, num_heads, zero_init_last
         self.qkv = nn.Linear(dim, 3 * dim_inner, device=device, dtype=dtype)
         self.project = nn.Linear(dim_inner, dim, device=device, dtype=dtype)

@@ -9,10 +9,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from gsanet.functional import global_self_attention_map
+from gsanet.functional import global_self_attention, global_self_attention_map
+from gsanet.functional.attention import split_heads, to_feature_map
 from gsanet.functional.checks import check_counts, check_feature_map, check_heads
+from gsanet.functional.pooling import average_pool
 from gsanet.layers.attention import Combination, Properties
 from gsanet.layers.relative import RelativeTables
+from gsanet.layers.watched import is_watched
 
 
 class GlobalSelfAttention(RelativeTables):
@@ -61,8 +64,8 @@ class GlobalSelfAttention(RelativeTables):
         dim_key = dim if dim_key is None else dim_key
         if not (content or column or row):
             raise ValueError("content, column and row are all False: a GSA module needs at least one of them")
-        check_counts(dim=dim, stride=stride)
-        check_heads(num_heads, dim_out=dim_out, dim_key=dim_key)
+        dim, stride = check_counts(dim=dim, stride=stride)
+        num_heads, dim_out, dim_key = check_heads(num_heads, dim_out=dim_out, dim_key=dim_key)
         super().__init__(
             feat_size,
             dim_key // num_heads,
@@ -102,6 +105,11 @@ class GlobalSelfAttention(RelativeTables):
         """From (batch, dim, height, width) to (batch, dim_out, height / stride, width / stride), channels-last."""
         check_feature_map(x, self.dim)
         self.check_size(x)
+        if not self.projects_as_defined:
+            projected = self.qkv(x).permute(0, 2, 3, 1)
+            q, k, v = split_heads(projected, self.num_heads, self.dim_key, self.content)
+            out = global_self_attention(q, k, v, self.rel_column, self.rel_row, self.norm, self.reach)
+            return average_pool(to_feature_map(out), self.stride)
         return global_self_attention_map(
             x,
             self.qkv.weight.flatten(1),
@@ -114,6 +122,15 @@ class GlobalSelfAttention(RelativeTables):
             reach=self.reach,
             stride=self.stride,
         )
+
+    @property
+    def projects_as_defined(self) -> bool:
+        """Whether the weights of `qkv` are all there is to it, so that it need not be called.
+
+        Not so where it has hooks, by which torch prunes for one, or where another layer has taken its place, such as
+        one with low-rank updates.
+        """
+        return getattr(type(self.qkv), "forward", None) is nn.Conv2d.forward and not is_watched(self.qkv)
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""

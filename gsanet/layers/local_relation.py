@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gsanet.functional.checks import check_feature_map, check_window
+from gsanet.functional.checks import check_feature_map, check_share, check_window
 from gsanet.functional.local import local_mix, local_scores, outside
 from gsanet.layers.attention import Attention, Combination, Properties
 
@@ -60,13 +60,10 @@ class LocalRelation(Attention):
     ):
         super().__init__()
         dim_out = dim if dim_out is None else dim_out
-        if share < 1 or dim_out % share:
-            raise ValueError(
-                f"dim_out must be divisible by the channels that share a weight, got {dim_out} for {share}"
-            )
+        share, dim_out = check_share(share, dim_out)
         if not transform and dim_out != dim:
             raise ValueError(f"without a transformation dim_out must be dim, got {dim_out} and {dim}")
-        check_window(window)
+        window = check_window(window)
         self.dim, self.dim_out, self.stride, self.share, self.window = dim, dim_out, stride, share, window
         groups = dim_out // share
         factory: dict[str, Any] = {"device": device, "dtype": dtype}

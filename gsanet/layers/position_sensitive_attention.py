@@ -12,7 +12,7 @@ have half the channels of v.
 import torch
 from torch import Tensor, nn
 
-from gsanet.functional.checks import check_feature_map
+from gsanet.functional.checks import check_feature_map, check_half_heads
 from gsanet.functional.lean import fit_table
 from gsanet.functional.pooling import average_pool
 from gsanet.layers.attention import Combination, Properties
@@ -54,8 +54,7 @@ class PositionSensitiveAttention(RelativeTables):
         dtype: torch.dtype | None = None,
     ):
         dim_out = dim if dim_out is None else dim_out
-        if dim_out % (2 * num_heads):
-            raise ValueError(f"dim_out must be divisible by twice the number of heads, got {dim_out} for {num_heads}")
+        num_heads, dim_out = check_half_heads(num_heads, dim_out)
         width = 2 * dim_out // num_heads
         super().__init__(feat_size, width, keep_reach=keep_reach, device=device, dtype=dtype)
         self.dim, self.dim_out, self.stride, self.num_heads = dim, dim_out, stride, num_heads

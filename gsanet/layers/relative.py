@@ -8,10 +8,9 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from gsanet.functional.checks import check_reach
+from gsanet.functional.checks import check_reach, check_size
 from gsanet.layers.attention import Attention
 
 TABLES = ("rel_column", "rel_row")  # the names of the parameters
@@ -50,14 +49,13 @@ class RelativeTables(Attention):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        check_reach(reach)
         if feat_size is None and reach is None and (column or row):
             raise ValueError(
                 "feat_size is None: positional attention over the whole map needs the (height, width) it is made for, "
                 "or a reach"
             )
-        self.feat_size = _check_size(feat_size)
-        self.reach = reach
+        self.feat_size = None if feat_size is None else check_size("feat_size", feat_size)
+        self.reach = check_reach(reach)
         self.keep_reach = keep_reach
         self.reduction = reduction
         for axis, (name, wanted) in enumerate({"rel_column": column, "rel_row": row}.items()):
@@ -81,7 +79,7 @@ class RelativeTables(Attention):
         """
         if feat_size is None:
             raise ValueError("feat_size is None: tables are resized to the (height, width) of a map")
-        self.feat_size = _check_size(feat_size)
+        self.feat_size = check_size("feat_size", feat_size)
         for axis, name in enumerate(TABLES):
             table = getattr(self, name)
             if table is not None and table.shape[0] != self._rows(axis):
@@ -101,8 +99,8 @@ class RelativeTables(Attention):
         sizes = f"a map of {height}x{width} is larger than the {made_for} that the tables were made for"
         if not self.keep_reach:
             raise ValueError(
-                f"{sizes}: call resize_tables(({height}, {width})) (for a network, set_input_size), "
-                "or allow it with keep_reach=True"
+                f"{sizes}: call resize_tables(({height}, {width})) (for a network, create it with img_size or call "
+                "set_input_size), or allow it with keep_reach=True"
             )
         if not torch.compiler.is_compiling():
             _mention_once(sizes)
@@ -131,12 +129,3 @@ def _mention_once(sizes: str) -> None:
     if not _mentioned:
         _mentioned = True
         warnings.warn(f"{sizes}: offsets beyond the trained reach contribute nothing (said once)", stacklevel=4)
-
-
-def _check_size(feat_size: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    if feat_size is None:
-        return None
-    size = tuple(to_2tuple(feat_size))
-    if len(size) != 2 or not all(isinstance(length, int) and length > 0 for length in size):
-        raise ValueError(f"feat_size must be one or two positive whole numbers (height, width), got {feat_size!r}")
-    return size

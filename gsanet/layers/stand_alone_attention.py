@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gsanet.functional.checks import check_feature_map, check_window
+from gsanet.functional.checks import check_feature_map, check_half_heads, check_window
 from gsanet.functional.local import local_mix, local_scores, outside
 from gsanet.functional.pooling import average_pool
 from gsanet.layers.attention import Attention, Combination, Properties
@@ -56,9 +56,8 @@ class StandAloneAttention(Attention):
     ):
         super().__init__()
         dim_out = dim if dim_out is None else dim_out
-        if dim_out % (2 * num_heads):
-            raise ValueError(f"dim_out must be divisible by twice the number of heads, got {dim_out} for {num_heads}")
-        check_window(window)
+        num_heads, dim_out = check_half_heads(num_heads, dim_out)
+        window = check_window(window)
         self.dim, self.dim_out, self.stride, self.num_heads, self.window = dim, dim_out, stride, num_heads, window
         self.qkv = nn.Conv2d(dim, 3 * dim_out, 1, bias=False, device=device, dtype=dtype)
         half = dim_out // num_heads // 2
@@ -126,8 +125,7 @@ class AttentionStem(Attention):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if dim_out % (2 * num_heads):
-            raise ValueError(f"dim_out must be divisible by twice the number of heads, got {dim_out} for {num_heads}")
+        num_heads, dim_out = check_half_heads(num_heads, dim_out)
         self.in_chans, self.dim_out, self.num_heads, self.mixture = in_chans, dim_out, num_heads, mixture
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv = nn.Conv2d(in_chans, (2 + mixture) * dim_out, 1, bias=False, **factory)

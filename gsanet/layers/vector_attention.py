@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gsanet.functional.checks import check_feature_map, check_window
+from gsanet.functional.checks import check_feature_map, check_share, check_window
 from gsanet.functional.fused.norms import count_batch
 from gsanet.functional.local import local_mix, mirror
 from gsanet.functional.pooling import average_pool
@@ -56,11 +56,8 @@ class VectorAttention(Attention):
         super().__init__()
         dim_out = dim if dim_out is None else dim_out
         dim_relation = max(1, dim // 16) if dim_relation is None else dim_relation
-        if share < 1 or dim_out % share:
-            raise ValueError(
-                f"dim_out must be divisible by the channels that share a weight, got {dim_out} for {share}"
-            )
-        check_window(window)
+        share, dim_out = check_share(share, dim_out)
+        window = check_window(window)
         self.dim, self.dim_out, self.stride, self.share, self.window = dim, dim_out, stride, share, window
         self.dim_relation = dim_relation
         # One convolution for phi, psi and beta.

@@ -48,7 +48,7 @@ class VideoTransformer(Attention):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        check_heads(num_heads, dim_out=dim_out)
+        num_heads, dim_out = check_heads(num_heads, dim_out=dim_out)
         self.dim, self.dim_out, self.max_frames = dim, dim_out, max_frames
         self.project = nn.Linear(dim, dim_out, device=device, dtype=dtype)
         self.class_token = nn.Parameter(torch.empty(dim_out, device=device, dtype=dtype))

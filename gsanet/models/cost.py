@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gsanet.functional import use_backend
+from gsanet.functional.checks import check_size
 from gsanet.layers.attention import Attention
 
 Size = tuple[int, int]
@@ -103,5 +103,4 @@ def _input_size(model: nn.Module, img_size: int | Size | None) -> Size:
         img_size = getattr(model, "img_size", None)
     if img_size is None:
         img_size = getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))[-2:]
-    height, width = to_2tuple(img_size)
-    return height, width
+    return check_size("img_size", img_size)

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
+import numpy as np
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import BatchNormAct2d, ConvNormAct, make_divisible, to_2tuple
+from timm.layers import BatchNormAct2d, ConvNormAct, make_divisible
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, SelfAttnBlock
 from torch import nn
 
+from gsanet.functional.checks import check_size
 from gsanet.layers import AxialAttention, GlobalSelfAttention, LocalRelation
 from gsanet.layers.attention import Attention
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
@@ -102,9 +104,8 @@ class ResNetSettings:
 
     def map_sizes(self, img_size: int | Size, output_stride: int = 32) -> list[Size]:
         """The size of the map that enters each residual group, and last the one that leaves the network."""
-        size: Size = tuple(to_2tuple(img_size))
         total = STEM_STRIDES[self.stem]
-        sizes = [_reduce(size, total)]
+        sizes = [_reduce(check_size("img_size", img_size), total)]
         for group in range(1, len(self.depths) + 1):
             stride = 1 if group == 1 or total >= output_stride else 2
             total *= stride
@@ -176,7 +177,7 @@ class GSAResNet(CheckedNetwork):
             settings = replace(settings, attention=GlobalSelfAttention)
         attention_kwargs = take(kwargs, _options(settings.attention))
         check_options(kwargs, [*_options(settings.attention), *(field.name for field in fields(cfg))])
-        byo = settings.to_byo(img_size or 224, output_stride, attention_kwargs)
+        byo = settings.to_byo(224 if img_size is None else img_size, output_stride, attention_kwargs)
         # timm's stems have a stride of 2, or 4 with a max-pool. Where ours has another, what timm counts from it is
         # scaled.
         timms_stride, stride = 4 if byo.stem_pool else 2, STEM_STRIDES[settings.stem]
@@ -193,7 +194,7 @@ class GSAResNet(CheckedNetwork):
             _start_as_pytorch_does(self)
         self.settings = settings
         self.output_stride = output_stride
-        self.img_size: Size | None = tuple(to_2tuple(img_size)) if img_size else None
+        self.img_size = None if img_size is None else check_size("img_size", img_size)
 
     def _make_stem(self, stem: Stem, channels: int, factory: dict[str, Any]) -> None:
         """Put what timm has no stem for, or a slower one, in the place of its own."""
@@ -217,7 +218,7 @@ class GSAResNet(CheckedNetwork):
     def set_input_size(self, img_size: int | Size) -> None:
         """Make the tables of relative positions fit another image size (see `RelativeTables.resize_tables`)."""
         sizes = self.settings.map_sizes(img_size, self.output_stride)
-        self.img_size = tuple(to_2tuple(img_size))
+        self.img_size = check_size("img_size", img_size)
         for index, stage in enumerate(self.stages):
             for number, block in enumerate(stage):
                 for module in block.modules():
@@ -320,14 +321,20 @@ default_cfgs = generate_default_cfgs(with_shipped({name: network_cfg(*network) f
 NO_OPTIONS = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
+def _plain(value: Any) -> Any:
+    """An option without lists, as which JSON stores tuples, and without numpy's numbers, which JSON does not store."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    return tuple(_plain(each) for each in value) if type(value) in (list, tuple) else value
+
+
 def entry_point(
     name: str, settings: Any, module: str, network: type[CheckedNetwork] = GSAResNet
 ) -> Callable[..., nn.Module]:
     """The function behind a name, registered with timm as one of the module's."""
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        # Options that were stored as JSON come as lists.
-        kwargs = {option: tuple(value) if isinstance(value, list) else value for option, value in kwargs.items()}
+        kwargs = {option: _plain(value) for option, value in kwargs.items()}
         chosen = {field.name: kwargs[field.name] for field in fields(settings) if field.name in kwargs}
         features = range(replace(settings, **chosen).num_features)
         if "stem" in chosen:

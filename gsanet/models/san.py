@@ -11,11 +11,12 @@ timm's `ByobNet` holds it all together: the block here is one more type for it.
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from timm.layers import BatchNormAct2d, ConvNormAct, DropPath, to_2tuple
+from timm.layers import BatchNormAct2d, ConvNormAct, DropPath
 from timm.models import generate_default_cfgs
 from timm.models.byobnet import ByoBlockCfg, ByoModelCfg, LayerFn, register_block
 from torch import Tensor, nn
 
+from gsanet.functional.checks import check_size
 from gsanet.layers import PairwiseAttention, PatchwiseAttention
 from gsanet.models.checked import CheckedNetwork
 from gsanet.models.described import with_shipped
@@ -150,11 +151,11 @@ class SAN(CheckedNetwork):
             info["reduction"] //= 2
         self.settings = settings
         self.output_stride = output_stride
-        self.img_size: Size | None = tuple(to_2tuple(img_size)) if img_size else None
+        self.img_size = None if img_size is None else check_size("img_size", img_size)
 
     def set_input_size(self, img_size: int | Size) -> None:
         """Remember another image size; nothing else depends on it."""
-        self.img_size = tuple(to_2tuple(img_size))
+        self.img_size = check_size("img_size", img_size)
 
 
 # Table 3: 20.5 M, 6.6 G for patchwise attention. Counted: 20.5 M, 6.3 G; norms, ReLUs and shortcuts, which are not

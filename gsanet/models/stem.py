@@ -7,8 +7,8 @@ from timm.models.byobnet import Stem
 from torch import Tensor, nn
 
 from gsanet.functional.fused.norms import is_halving, norm_relu_max_pool, takes
-from gsanet.inference_chains import has_hooks
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
+from gsanet.layers.watched import is_watched
 
 __all__ = ["PooledStem"]
 
@@ -51,11 +51,5 @@ class PooledStem(Stem):
             and type(norm.drop) is nn.Identity
             and type(pool) is nn.MaxPool2d
             and is_halving(pool)
-            and not any(_is_watched(module) for module in (block, norm, norm.act, norm.drop, pool))
+            and not any(is_watched(module) for module in (block, norm, norm.act, norm.drop, pool))
         )
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether someone looks at a module, forward or backward, or has put another `forward` in its place."""
-    backward = module._backward_hooks or module._backward_pre_hooks
-    return has_hooks(module) or bool(backward) or "forward" in vars(module)

@@ -22,17 +22,19 @@ OTHERS = "tab:blue"
 
 
 def accuracies(network: Network, results: Results) -> dict[str, float]:
-    """What is known of a network's top-1 accuracy, in percent: from the paper's tables, and from runs, by data set."""
+    """What is known of a network's top-1 accuracy, in percent: from the paper's tables, and from runs, by setting.
+
+    Runs by which a recipe was chosen, or made for a question of their own, are left out, as in the tables.
+    """
     known: dict[str, float] = {}
     for table in printed_tables().values():
         for row in table.rows:
             if row.network == network and (top1 := row.number("top1")) is not None:
                 known[PRINTED] = top1
-    measured = defaultdict(list)
-    for run in results.runs:
-        if run.network == network:
-            measured[f"{run.dataset}, measured here"].append(run.top1)
-    return known | {dataset: statistics.fmean(values) for dataset, values in measured.items()}
+    runs = [run for run in results.runs if run.network == network and not (run.holdout or run.question)]
+    for same in map(summarise, alike(runs).values()):
+        known[", ".join([*filter(None, same.setting), "measured here"])] = same.top1
+    return known
 
 
 def check_drawable(networks: Sequence[Network], results: Results) -> None:
@@ -44,7 +46,7 @@ def check_drawable(networks: Sequence[Network], results: Results) -> None:
 
 
 def draw(rows: Sequence[BenchRow], results: Results, setting: str, file: Path) -> None:
-    """Draw one line of three plots for each data set that accuracies are known on.
+    """Draw one line of three plots for each setting that accuracies are known at.
 
     Args:
         rows: What `gsanet bench` measured.
@@ -56,16 +58,16 @@ def draw(rows: Sequence[BenchRow], results: Results, setting: str, file: Path) -
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    by_dataset: dict[str, list[tuple[BenchRow, float]]] = defaultdict(list)
+    by_setting: dict[str, list[tuple[BenchRow, float]]] = defaultdict(list)
     for row in rows:
-        for dataset, top1 in accuracies(plain_network(row.model, row.model_kwargs), results).items():
-            by_dataset[dataset].append((row, top1))
-    figure = Figure(figsize=(13, 4.2 * len(by_dataset)), layout="constrained")
+        for where, top1 in accuracies(plain_network(row.model, row.model_kwargs), results).items():
+            by_setting[where].append((row, top1))
+    figure = Figure(figsize=(13, 4.2 * len(by_setting)), layout="constrained")
     FigureCanvasAgg(figure)
-    plots: Any = figure.subplots(len(by_dataset), 3, sharey="row", squeeze=False)
+    plots: Any = figure.subplots(len(by_setting), 3, sharey="row", squeeze=False)
     plots_with_names: list[tuple[Any, list[tuple[str, float, float]]]] = []
-    for line, (dataset, points) in zip(plots, by_dataset.items(), strict=True):
-        line[0].set_ylabel(f"Top-1 (%)\n{dataset}")
+    for line, (where, points) in zip(plots, by_setting.items(), strict=True):
+        line[0].set_ylabel("Top-1 (%)\n" + where.replace(", ", ",\n"), parse_math=False)
         for plot, (heading, value) in zip(line, _AXES.items(), strict=True):
             named = [(row.name, value(row), top1) for row, top1 in points if value(row) is not None]
             _scatter(plot, named)

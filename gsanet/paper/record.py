@@ -26,7 +26,7 @@ def record_run(
     file: Path,
     *,
     recipe_name: str,
-    commit: str,
+    commit: str = "",
     dataset: str = "",
     command: str = "",
     weights: str = "",
@@ -39,7 +39,7 @@ def record_run(
         out: The run directory.
         file: Where to; its name is the run's.
         recipe_name: The recipe that the run was started with.
-        commit: The state of the source that made it.
+        commit: The state of the source that made it. Default: what the run directory says of its last process.
         dataset: What it was trained on. Default: the last part of its data's path.
         command: What made it. Default: `gsanet train`, with all that was set over the recipe.
         weights: The run that it started from.
@@ -55,6 +55,10 @@ def record_run(
     epochs, last = read_metrics(out, "epoch"), progress.evaluation
     speeds = read_speeds(out) or [row["images_per_second"] for row in read_metrics(out, "train") or epochs]
     session = json.loads((out / ENVIRONMENT).read_text())[-1]
+    if not (commit := commit or session["commit"] or ""):
+        raise ValueError(
+            f"results name the commit that made them, and {out} was made outside of a checkout: --commit HASH"
+        )
     model = make_model(recipe, len(json.loads((out / CLASSES).read_text())))
     dataset, holdout = dataset or data_name(recipe.data_path), recipe.data_settings.holdout
     found = Run(

@@ -1,6 +1,6 @@
 """The paper's tables for the terminal: what the paper prints on the first line of a row, what is known here below."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich import box
@@ -122,7 +122,7 @@ def _lines_here(row: TableRow, columns: list[str]) -> Iterator[list[str]]:
     for measured, name in zip(row.measured, names, strict=True):
         cells = _accuracies(measured)
         if names.count(name) > 1:  # only then does it take all the words to tell them apart
-            name = measured.training
+            name = ", ".join(filter(None, (measured.training, measured.length)))
         yield [f"  [dim]{name}, {_seeds(measured)}[/]", *(cells.get(column, "") for column in columns)]
 
 
@@ -177,8 +177,11 @@ def _lines_below(rows: Sequence[TableRow], has_runtime: bool) -> Iterator[str]:
 
 def show_comparisons(compared: Mapping[Setting, Compared]) -> Iterator[RenderableType]:
     """How the rows differ, in the paper and here, and whether the paper's order holds."""
-    for (dataset, recipe, _), found in compared.items():
+    lengths = Counter(setting[:2] for setting in compared)
+    for (dataset, recipe, length), found in compared.items():
         title = f"Differences in top-1, {recipe if recipe.startswith(dataset) else dataset}"
+        if lengths[dataset, recipe] > 1:
+            title += f", {length}"
         baselines = {each.against for each in found.differences}
         if len(baselines) == 1:
             title += f", from {min(baselines)}"

@@ -33,6 +33,7 @@ from gsanet.models import create_model, list_models
 from gsanet.models.registry import check_name
 from gsanet.train import checkpoint
 from gsanet.train.data import Data, open_data
+from gsanet.train.data.damage import skipped_words
 from gsanet.train.evaluate import Evaluation, autocast, evaluate
 from gsanet.train.graph import GraphedStep
 from gsanet.train.interrupt import Interrupt
@@ -124,7 +125,10 @@ def train(
 
     progress, log = state.progress, StepLog(accelerator)
     began, saved_at = time.perf_counter() - progress.seconds, time.perf_counter()
-    with Interrupt(deadline) as interrupt, Reporter(out, progress.step, total_steps, is_main) as reporter:
+    with (
+        Interrupt(deadline) as interrupt,
+        Reporter(out, progress.step, total_steps, is_main, progress.row_losses) as reporter,
+    ):
         for line in (data.description, loaded, *damage, no_graph):
             if line:
                 reporter.say(line)
@@ -357,12 +361,12 @@ def finish(out: Path, recipe: Recipe, data: Data, progress: Progress) -> None:
     """Draw the curves and say where everything is."""
     no_curves = draw_curves({recipe.model: out}, out / "curves.png")
     last = progress.evaluation
-    bad = len(data.bad_files())
+    skipped = skipped_words(data.bad_files())
     for line in (
         f"Done: {progress.step} steps in {duration(progress.seconds)}.",
         f"  top-1 {last['top1']:.2f} %, top-5 {last['top5']:.2f} % at the end (weights: {out / 'last'})",
         f"  top-1 {progress.best_top1:.2f} % at best, after step {progress.best_step} (weights: {out / 'best'})",
-        f"  {bad} images could not be decoded and were skipped" if bad else None,
+        f"  {skipped}" if skipped else None,
         f"  curves: {no_curves or out / 'curves.png'}",
         f"  metrics: {out / 'metrics.jsonl'}, and tensorboard --logdir {out}",
         f"  to evaluate again: gsanet eval --run {out}",

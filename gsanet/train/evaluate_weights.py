@@ -1,6 +1,6 @@
 """Evaluate stored weights: what `gsanet eval` does."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +9,20 @@ import torch
 from gsanet.models import create_model
 from gsanet.models.described import read_description
 from gsanet.train.data import open_data
+from gsanet.train.data.damage import skipped_words
 from gsanet.train.engine import make_accelerator, make_model
 from gsanet.train.evaluate import Evaluation, evaluate
 from gsanet.train.recipe import Recipe, make_recipe
 from gsanet.train.weights import load_exactly
 
 
-def evaluate_weights(recipe: Recipe, weights: Path) -> Evaluation:
+def evaluate_weights(recipe: Recipe, weights: Path, report: Callable[[str], None] = lambda line: None) -> Evaluation:
     """Evaluate weights on the held-out images, at the recipe's image size.
 
     Args:
         recipe: Of the network and the data; how it was trained does not matter.
         weights: A safetensors file, or a checkpoint directory.
+        report: Called with a line on images that could not be decoded, which are not counted.
     """
     accelerator = make_accelerator(recipe)
     data = open_data(
@@ -36,7 +38,10 @@ def evaluate_weights(recipe: Recipe, weights: Path) -> Evaluation:
     model = make_model(recipe, data.num_classes)
     load_exactly(model, weights)
     model.to(accelerator.device).to(memory_format=torch.channels_last)
-    return evaluate(model, data.val, accelerator, recipe.precision)
+    found = evaluate(model, data.val, accelerator, recipe.precision)
+    if skipped := skipped_words(data.bad_files()):
+        report(skipped)
+    return found
 
 
 def model_recipe(model: str, overrides: Mapping[str, Any]) -> Recipe:

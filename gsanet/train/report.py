@@ -26,12 +26,14 @@ class Reporter:
         step: Where the run starts; what an earlier one wrote of later steps is taken back, as they are done again.
         total_steps: Where it ends.
         active: False for all processes but the first, which then say and write nothing.
+        losses: Those of the steps since the last row of the training loss, which are no row yet. The list is kept up to
+            date, for the checkpoints: so the first row after one is of all its steps.
     """
 
-    def __init__(self, out: Path, step: int, total_steps: int, active: bool = True):
+    def __init__(self, out: Path, step: int, total_steps: int, active: bool = True, losses: list[float] | None = None):
         self.out, self.active, self.total_steps = out, active, total_steps
         self._last = (step, time.perf_counter())
-        self._losses: list[float] = []
+        self._losses = [] if losses is None else losses
         self._closing = ExitStack()
         self._bar: Any = None
         if not active:

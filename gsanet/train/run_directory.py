@@ -45,12 +45,15 @@ def read_run(out: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
 
 
 def read_evaluation(out: Path, checkpoint: str) -> dict[str, Any] | None:
-    """What `gsanet eval --run` found of the weights as they are now; None if they were trained on since, or never."""
+    """What `gsanet eval --run` found of the weights as they are now; None if they were trained on since, or never.
+
+    `holdout` is the share of the training images that they were evaluated on, 0 for images of their own.
+    """
     file, written = out / f"eval-{checkpoint}.json", out / checkpoint / MANIFEST
     if not file.exists() or (written.exists() and file.stat().st_mtime < written.stat().st_mtime):
         return None
-    figures: dict[str, Any] = json.loads(file.read_text())
-    return figures
+    # Files from before it was written there are of images as the recipe has them.
+    return {"holdout": read_run(out).data_settings.holdout, **json.loads(file.read_text())}
 
 
 def record_session(out: Path, recipe: Recipe) -> None:

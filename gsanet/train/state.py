@@ -29,6 +29,7 @@ class Progress:
     train_images: int = 0  # of the data set, to notice when it is another
     epoch_loss: float = 0.0  # sum over the steps of this epoch
     epoch_steps: int = 0
+    row_losses: list[float] = field(default_factory=list)  # of the steps since the last row of metrics
     best_top1: float = -1.0
     best_step: int = 0
     evaluation: dict[str, Any] = field(default_factory=dict)  # the latest

@@ -50,7 +50,7 @@ def test_every_kind_of_module_can_be_drawn(options, tmp_path):
     from gsanet.train.data import DataSettings
 
     model = network(num_classes=3, num_heads=1 if options else 16, width=0.25, depths=(1, 1), **options).eval()
-    classifier = Classifier(model, Transform(DataSettings(img_size=(16, 16))), ("a", "b", "c"), "net")
+    classifier = Classifier(model, Transform(DataSettings(img_size=(16, 16))), ("$a_$", "$b_$", "$c_$"), "net")
     found = explain_image(classifier, Image.effect_noise((30, 70), 80).convert("RGB"), (20, 35))
     for head in (None, 1):
         draw(found, tmp_path / "picture.png", head)

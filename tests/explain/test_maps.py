@@ -53,6 +53,14 @@ def test_maps_times_values_are_the_output(options, dtype, tolerance):
         assert found.values.dtype == np.dtype(str(dtype).removeprefix("torch."))
 
 
+def test_another_projection_is_explained_as_well():
+    module, x = trained(), torch.randn(1, 12, 5, 7, dtype=torch.float64)
+    module.qkv = nn.Sequential(nn.Conv2d(12, 6, 1), nn.Conv2d(6, 36, 1)).double()
+    found = explain_module(module, x, (2, 3))
+    assert found.error < 1e-10
+    assert np.allclose(found.reconstruct(), own_output(module, x, (2, 3)))
+
+
 @pytest.mark.parametrize(
     ("options", "size"),
     [

@@ -1,5 +1,6 @@
 """Choosing a backend, and refusing bad input with one clear sentence."""
 
+import numpy as np
 import pytest
 import torch
 from helpers import maps, table
@@ -80,6 +81,8 @@ REL = table(4, 2)
         (lambda: positional_attention(Q, V, REL, "diagonal"), ValueError, "'column' or 'row', got 'diagonal'"),
         (lambda: positional_attention(Q, V, REL, "row", reach=-1), ValueError, "reach must be 0 or more.*got -1"),
         (lambda: positional_attention(Q, V, REL, "row", reach=1.5), TypeError, "whole number of pixels.*1.5"),
+        (lambda: positional_attention(Q, V, REL, "row", reach=True), TypeError, "whole number of pixels.*True"),
+        (lambda: positional_attention(Q, V, REL, "row", np.float64(1)), TypeError, "whole number of pixels.*1.0"),
         (lambda: positional_attention(Q, V, REL[1:], "row"), ValueError, r"odd number of rows.*got \(6, 2\)"),
         (lambda: positional_attention(Q, V, REL[:, :1], "row"), ValueError, r"shape \(2 \* length - 1, 2\)"),
         (lambda: positional_attention(Q, V, 3, "row"), TypeError, "rel must be a tensor, got int"),
@@ -107,12 +110,22 @@ def test_bad_input(call, error, words):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("whole", [np.int64, np.uint8, torch.tensor])
+def test_whole_numbers_of_any_type(whole):
+    numbers = {"num_heads": 2, "dim_key": 8, "reach": 1, "stride": 2}
+    inputs = torch.randn(2, 8, 4, 5), torch.randn(20, 8), torch.randn(7, 4), torch.randn(9, 4)
+    expected = global_self_attention_map(*inputs, **numbers)
+    found = global_self_attention_map(*inputs, **{name: whole(number) for name, number in numbers.items()})
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
         ({"num_heads": 3}, ValueError, "dim_key must be divisible by the number of heads, got 8 for 3"),
         ({"num_heads": 0}, ValueError, "num_heads must be 1 or more, got 0"),
         ({"num_heads": 2.0}, TypeError, r"num_heads must be a whole number, got 2\.0"),
+        ({"num_heads": True}, TypeError, "num_heads must be a whole number, got True"),
         ({"dim_key": 10}, ValueError, r"more than 20 rows for dim_key 10, got \(20, 8\)"),
         ({"weight": torch.zeros(19, 8)}, ValueError, "dim_out must be divisible by the number of heads, got 3 for 2"),
         ({"weight": torch.zeros(8)}, ValueError, r"weight must have shape \(2 \* dim_key \+ dim_out, channels\)"),

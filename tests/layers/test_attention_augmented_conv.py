@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import gradients
-from torch.testing import assert_close
+from helpers import assert_same_with_gradients
 
 from gsanet.layers import AttentionAugmentedConv
 
@@ -50,10 +49,7 @@ def test_against_loops(stride, downsample):
         attended = F.interpolate(attended, size=convolved.shape[-2:], mode="bilinear")
     out, expected = module(x), torch.cat((convolved, attended), dim=1)
     assert out.shape == (2, 20, -(-8 // stride), -(-5 // stride))
-    assert_close(out, expected)
-    inputs = (x, *module.parameters())
-    for grad, wanted in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
-        assert_close(grad, wanted)
+    assert_same_with_gradients(out, expected, (x, *module.parameters()))
 
 
 def test_channels_of_the_papers_networks():

@@ -3,15 +3,18 @@ import itertools
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import brute_global, relative_error
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import prune
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import gsanet
 import gsanet.layers.relative as relative
 from gsanet import GlobalSelfAttention, functional
 
@@ -295,9 +298,72 @@ def test_drops_into_a_byobnet_of_the_users_own():
     assert sum(isinstance(m, GlobalSelfAttention) for m in network.modules()) == 2
 
 
+class LowRank(nn.Module):
+    """A layer with an update of low rank beside it, as fine-tuning puts them into networks."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Conv2d(layer.in_channels, 2, 1, bias=False)
+        self.up = nn.Conv2d(2, layer.out_channels, 1, bias=False)
+
+    @property
+    def weight(self):
+        return self.layer.weight
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"content": False, "stride": 2}, {"row": False, "reach": 2}], ids=str)
+def test_another_projection_is_called(options):
+    module, x = make(**options).double().eval(), torch.randn(2, 16, 6, 5, dtype=torch.float64)
+    with torch.no_grad():
+        plain = module(x)
+        seen = []
+        handle = module.qkv.register_forward_hook(lambda layer, inputs, output: seen.append(output))
+        assert_close(module(x), plain)
+        handle.remove()
+    assert len(seen) == 1
+    module.qkv = LowRank(module.qkv).double()
+    module(x).square().sum().backward()
+    assert module.qkv.up.weight.grad.abs().sum() > 0
+    merged = make(**options).double().eval()
+    state = {name: tensor for name, tensor in module.state_dict().items() if "qkv" not in name}
+    low_rank = torch.einsum("or...,ri...->oi...", module.qkv.up.weight, module.qkv.down.weight)
+    merged.load_state_dict({**state, "qkv.weight": module.qkv.weight + low_rank})
+    assert_close(module(x), merged(x))
+    network = nn.Sequential(module, nn.BatchNorm2d(16)).double().eval()
+    assert_close(gsanet.fuse_for_inference(network)(x), network(x))
+
+
+def test_pruning_goes_on_while_it_trains():
+    module, x = make(), torch.randn(2, 16, 6, 5)
+    prune.l1_unstructured(module.qkv, "weight", 0.5)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    for _ in range(3):
+        before = module.qkv.weight_orig.detach().clone()
+        module(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (module.qkv.weight == 0).float().mean() == pytest.approx(0.5, abs=0.01)
+        assert not torch.equal(module.qkv.weight_orig, before)
+
+
 def test_other_normalisations():
     assert isinstance(make(norm_layer=nn.InstanceNorm2d).norm, nn.InstanceNorm2d)
     assert make(norm_layer=nn.InstanceNorm2d)(torch.randn(2, 16, 6, 5)).shape == (2, 16, 6, 5)
+
+
+def test_whole_numbers_of_numpy_become_pythons():
+    numbers = {"dim": 16, "dim_out": 8, "stride": 2, "num_heads": 2, "dim_key": 4, "reach": 3, "feat_size": 6}
+    module = make(**{name: np.int64(number) for name, number in numbers.items()})
+    assert {name: getattr(module, name) for name in numbers} == {**numbers, "feat_size": (6, 6)}
+    assert {type(getattr(module, name)) for name in numbers} == {int, tuple}
+    assert {type(length) for length in module.feat_size} == {int}
+    module.resize_tables((np.int64(9), np.int64(8)))
+    assert repr(module) == repr(make(**{**numbers, "feat_size": (9, 8)}))
+    assert module(torch.randn(1, 16, 9, 8)).shape == (1, 8, 5, 4)
 
 
 def test_repr_tells_what_it_is():
@@ -315,12 +381,14 @@ def test_repr_tells_what_it_is():
         (lambda: make(reach=-1), ValueError, "reach must be 0 or more.*got -1"),
         (lambda: make(stride=0), ValueError, "stride must be 1 or more, got 0"),
         (lambda: make(stride=1.5), TypeError, r"stride must be a whole number, got 1\.5"),
+        (lambda: make(stride=True), TypeError, "stride must be a whole number, got True"),
         (lambda: make(dim="16"), TypeError, "dim must be a whole number, got '16'"),
         (lambda: make().resize_tables(None), ValueError, "feat_size is None: tables are resized to"),
         (lambda: make()(torch.randn(2, 16, 0, 5)), ValueError, r"at least one pixel, got \(2, 16, 0, 5\)"),
         (lambda: make()(torch.randn(2, 16, 6, 5).double()), TypeError, "same dtype, got x torch.float64, weight"),
         (lambda: make(feat_size=None), ValueError, "feat_size is None.*or a reach"),
         (lambda: make(feat_size=(4, 0)), ValueError, r"positive whole numbers.*got \(4, 0\)"),
+        (lambda: make(feat_size=(4, 4.0)), ValueError, r"positive whole numbers.*got \(4, 4\.0\)"),
         (lambda: make(feat_size=(4, 4, 4)), ValueError, r"one or two positive.*got \(4, 4, 4\)"),
         (lambda: make()(torch.randn(16, 6, 5)), ValueError, r"\(batch, 16, height, width\), got \(16, 6, 5\)"),
         (lambda: make()(torch.randn(1, 8, 6, 5)), ValueError, "must have 16 channels, got 8"),

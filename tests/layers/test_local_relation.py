@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import gradients
+from helpers import assert_same_with_gradients
 from torch.testing import assert_close
 
 from gsanet.layers import LocalRelation
@@ -39,11 +39,7 @@ def test_against_loops(stride, transform):
     dim_out = 12 if transform else 8
     module = LocalRelation(8, dim_out, stride=stride, share=4, window=5, transform=transform, dtype=torch.float64)
     x = torch.randn(2, 8, 5, 6, dtype=torch.float64, requires_grad=True)
-    out, expected = module(x), brute(module, x)
-    assert_close(out, expected)
-    inputs = (x, *module.parameters())
-    for grad, wanted in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
-        assert_close(grad, wanted)
+    assert_same_with_gradients(module(x), brute(module, x), (x, *module.parameters()))
 
 
 def test_large_queries_keep_their_precision_in_half():

@@ -1,7 +1,7 @@
 """Axial-DeepLab's attention against explicit loops, with batch norm of the batch's statistics."""
 
 import torch
-from helpers import gradients
+from helpers import assert_same_with_gradients
 from torch.testing import assert_close
 
 from gsanet.layers import PositionSensitiveAttention
@@ -59,11 +59,7 @@ def test_against_loops():
     x = torch.randn(2, 6, 4, 3, dtype=torch.float64, requires_grad=True)
     column = brute_line(module.column, module.rel_column, x.permute(0, 2, 3, 1))
     row = brute_line(module.row, module.rel_row, column.transpose(1, 2)).transpose(1, 2)
-    out, expected = module(x), row.permute(0, 3, 1, 2)
-    assert_close(out, expected)
-    inputs = (x, *module.parameters())
-    for grad, wanted in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
-        assert_close(grad, wanted)
+    assert_same_with_gradients(module(x), row.permute(0, 3, 1, 2), (x, *module.parameters()))
 
 
 def test_output_is_normalised_already():

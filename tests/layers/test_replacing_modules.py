@@ -146,11 +146,13 @@ def test_starts_at_a_sensible_size(kind):
     [
         (lambda: StandAloneAttention(12), ValueError, "divisible by twice the number of heads, got 12 for 8"),
         (lambda: PositionSensitiveAttention(12, feat_size=4), ValueError, "twice the number of heads, got 12 for 8"),
+        (lambda: StandAloneAttention(16, num_heads=0), ValueError, "num_heads must be 1 or more, got 0"),
         (lambda: PositionSensitiveAttention(16), ValueError, "feat_size is None"),
         (lambda: AttentionAugmentedConv(8, feat_size=4), ValueError, "exceed the number of heads, got 8 for 8 heads"),
         (lambda: AttentionAugmentedConv(64, feat_size=4, stride=3), ValueError, "powers of 2, got 3 and 1"),
         (lambda: LocalRelation(12), ValueError, "channels that share a weight, got 12 for 8"),
         (lambda: LocalRelation(8, 16, transform=False), ValueError, "without a transformation.*got 16 and 8"),
+        (lambda: LocalRelation(16, share=2.0), TypeError, r"share must be a whole number, got 2\.0"),
         (lambda: PairwiseAttention(12), ValueError, "channels that share a weight, got 12 for 8"),
         (lambda: StandAloneAttention(16, window=4), ValueError, "window must be an odd number of pixels, got 4"),
         (lambda: PatchwiseAttention(16, window=0), ValueError, "window must be an odd number of pixels, got 0"),

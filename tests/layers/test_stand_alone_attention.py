@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import gradients
+from helpers import assert_same_with_gradients
 from torch.testing import assert_close
 
 from gsanet.layers import StandAloneAttention
@@ -36,11 +36,7 @@ def brute(module, x):
 def test_against_loops():
     module = StandAloneAttention(6, 8, num_heads=2, window=3, dtype=torch.float64)
     x = torch.randn(2, 6, 5, 4, dtype=torch.float64, requires_grad=True)
-    out, expected = module(x), brute(module, x)
-    assert_close(out, expected)
-    inputs = (x, *module.parameters())
-    for grad, wanted in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
-        assert_close(grad, wanted)
+    assert_same_with_gradients(module(x), brute(module, x), (x, *module.parameters()))
 
 
 def elementwise_port(module, x):
@@ -115,11 +111,8 @@ def test_stem_against_loops(size):
         ],
         dim=2,
     )
-    out = module(x)
-    assert_close(out, expected)
     inputs = (x, *(p for p in module.parameters() if p is not module.norm.weight and p is not module.norm.bias))
-    for grad, wanted in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
-        assert_close(grad, wanted)
+    assert_same_with_gradients(module(x), expected, inputs)
     module(x).pow(3).sum().backward()
     assert all(p.grad.abs().sum() > 0 for p in module.parameters())
 

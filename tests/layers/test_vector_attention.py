@@ -4,7 +4,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from helpers import batch_norms, gradients
+from helpers import assert_same_with_gradients, batch_norms
 from torch.testing import assert_close
 
 from gsanet.layers import PairwiseAttention, PatchwiseAttention
@@ -96,11 +96,7 @@ def check(kind, brute):
     for parameter in module.parameters():  # norms too are anything but identities
         torch.nn.init.normal_(parameter)
     x = torch.randn(2, 6, 5, 4, dtype=torch.float64, requires_grad=True)
-    out, expected = module(x), brute(module, x)
-    assert_close(out, expected)
-    inputs = (x, *module.parameters())
-    for grad, wanted in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
-        assert_close(grad, wanted)
+    assert_same_with_gradients(module(x), brute(module, x), (x, *module.parameters()))
 
 
 def test_pairwise_against_loops():

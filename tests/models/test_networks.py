@@ -496,6 +496,9 @@ def test_one_step_learns():
         (lambda: gsanet.create_model("gsa_resnet50", width=0), "width must be a positive factor, got 0"),
         (lambda: ResNetSettings(widths=(60,), depths=(1,)), r"multiples of 8, got \(60,\)"),
         (lambda: gsanet.create_model("gsa_resnet50", num_heads=3), "divisible by the number of heads, got 64 for 3"),
+        (lambda: gsanet.create_model("gsa_resnet50", img_size="224"), "img_size must be one or two .* got '224'"),
+        (lambda: gsanet.create_model("gsa_resnet50", img_size=0), "img_size must be one or two positive.* got 0"),
+        (lambda: gsanet.create_model("san19_pairwise", img_size=(8, 8, 8)), r"img_size must be .* got \(8, 8, 8\)"),
         (
             lambda: gsanet.create_model("gsa_resnet50", content=False, column=False, row=False),
             "all False: a GSA module needs",

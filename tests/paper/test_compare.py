@@ -13,8 +13,9 @@ from gsanet.paper.compare import compare, seed_spreads
 from gsanet.paper.figure import draw_results
 from gsanet.paper.matrix import matrix
 from gsanet.paper.open_questions import QUESTIONS, answers
+from gsanet.paper.printed import printed_table
 from gsanet.paper.results import Results, read_results
-from gsanet.paper.show import show_answers, show_comparisons
+from gsanet.paper.show import show_answers, show_comparisons, show_table
 from gsanet.paper.tables import table_rows
 
 
@@ -84,6 +85,21 @@ def test_the_baselines_of_the_other_tables(tmp_path):
 
 def test_one_row_is_nothing_to_compare(tmp_path):
     assert compared(tmp_path, 6, a=run("gsa_resnet50", 50.0)) == {}
+
+
+def test_lengths_are_told_apart(tmp_path):
+    models = {"conv": "conv_resnet38", "gsa": "gsa_resnet38"}
+    files = {
+        f"{name}{epochs}": run(model, 50.0 + epochs, length=f"{epochs} epochs")
+        for name, model in models.items()
+        for epochs in (10, 20)
+    }
+    results = read_results(write(tmp_path, **files))
+    rows = list(table_rows(6, results))
+    text = text_of([*show_table(printed_table(6), rows), *show_comparisons(compare(6, rows, seed_spreads(results)))])
+    for epochs in (10, 20):
+        assert text.count(f"tinyimagenet, {epochs} epochs, 1 run") == 2
+        assert text.count(f"Differences in top-1, tinyimagenet, {epochs} epochs") == 1
 
 
 def test_the_command_has_the_differences_as_json(tmp_path, command):

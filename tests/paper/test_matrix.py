@@ -14,6 +14,7 @@ from gsanet.paper.matrix import choose, matrix, read_matrix
 from gsanet.paper.place import Place
 from gsanet.paper.plan import plan_lines
 from gsanet.paper.printed import printed_table
+from gsanet.paper.record import record_run
 from gsanet.paper.results import read_results
 from gsanet.paper.run_matrix import run_command, run_experiments
 from gsanet.train.engine import train
@@ -238,6 +239,15 @@ def test_any_finished_run_can_be_recorded(tiny_run, tmp_path, command):
     assert run.command.startswith("gsanet train --recipe quickstart --set ")
     assert "--set steps=3" in run.command
     assert "--set data.holdout=0.1" in run.command
+    assert run.commit == "abc"
+    for noted in ("def", None):  # by the process that trained, whatever is checked out now
+        sessions = json.loads((tiny_run / "environment.json").read_text())
+        sessions[-1]["commit"] = noted
+        (tiny_run / "environment.json").write_text(json.dumps(sessions))
+        if noted:
+            assert record_run(tiny_run, tmp_path / "runs" / "try.json", recipe_name="quickstart").commit == noted
+    with pytest.raises(ValueError, match="was made outside of a checkout: --commit HASH"):
+        record_run(tiny_run, tmp_path / "runs" / "try.json", recipe_name="quickstart")
     state = json.loads((tiny_run / "last" / "checkpoint.json").read_text())
     state["state"]["step"] = 2
     (tiny_run / "last" / "checkpoint.json").write_text(json.dumps(state))

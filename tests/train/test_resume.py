@@ -64,3 +64,8 @@ def test_killed_at_random_steps_and_resumed(tiny_recipe, tmp_path):
             assert torch.equal(expected[name], found[name]), (file, name)
     for key in ("epoch", "train_loss", "val_loss", "top1"):
         assert [row[key] for row in read_metrics(run, "epoch")] == [row[key] for row in read_metrics(whole, "epoch")]
+    rows, expected = (
+        [(row["step"], row["loss"], row["lr"]) for row in read_metrics(out, "train")] for out in (run, whole)
+    )
+    assert rows
+    assert rows == expected

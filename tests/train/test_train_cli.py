@@ -36,7 +36,7 @@ def test_train_then_evaluate_then_resume(gsanet, tmp_path):
     code, said = gsanet("eval", "--run", run)
     assert code == 0
     figures = json.loads((run / "eval-best.json").read_text())
-    assert figures["images"] == 360
+    assert (figures["images"], figures["holdout"]) == (360, 0.0)
     assert f"{figures['top1']:.2f}" in said
     state = json.loads((run / "best" / "checkpoint.json").read_text())["state"]
     assert figures["top1"] == pytest.approx(state["evaluation"]["top1"])
@@ -160,7 +160,12 @@ def test_a_corrupt_jpeg_is_skipped_and_too_many_stop_the_run(gsanet, image_folde
     start = ["train", "--recipe", "quickstart", *SMALL, *folder_options(image_folder)]
     code, said = gsanet(*start, "--set", "data.max_bad_fraction=0.1", "--out", tmp_path / "some")
     assert code == 0
-    assert "1 images could not be decoded and were skipped" in said
+    assert f"1 image could not be decoded and was skipped: {images[0]}" in said
+    damaged = sorted((image_folder / "val" / "dark").iterdir())[:1]
+    damaged[0].write_bytes(b"")
+    code, said = gsanet("eval", "--run", tmp_path / "some")
+    assert code == 0
+    assert f"1 image could not be decoded and was skipped: {damaged[0]}" in said
     code, said = gsanet(*start, "--out", tmp_path / "none")
     assert code == 2
     assert images[0].name in said

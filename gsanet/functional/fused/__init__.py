@@ -14,6 +14,7 @@ from gsanet.functional.fused import available, axis_ops, ops
 from gsanet.functional.fused.norms import centre_of, in_float32, keep_statistics
 from gsanet.functional.fused.plan import LONGEST, SCALARS, WIDTHS
 from gsanet.functional.lean import fit_table
+from gsanet.functional.transforms import is_transformed
 
 
 def content_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -82,6 +83,8 @@ def _applied(norm: nn.BatchNorm2d, weight: Tensor | None, bias: Tensor | None) -
 def refuses(operation: Operation, *tensors: Tensor, **settings: object) -> str | None:
     """Why this backend cannot take a call, or None."""
     first = tensors[0]
+    if is_transformed():
+        return "its operators take no part in torch.func's transforms"
     if first.device.type != "cuda":
         return f"it runs on NVIDIA GPUs, not on {first.device.type}"
     if (reason := available.reason_against(first.device.index or 0)) is not None:

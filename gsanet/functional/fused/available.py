@@ -6,11 +6,12 @@ from torch import Tensor
 from gsanet.functional.backends import may_use
 from gsanet.functional.fused.compiler import unavailable
 from gsanet.functional.fused.plan import SCALARS
+from gsanet.functional.transforms import is_transformed
 
 
 def take(x: Tensor) -> bool:
-    """Whether a tensor is on a GPU that they run on, of a dtype that they know, and no other backend is preferred."""
-    return runs_on_device(x) and x.dtype in SCALARS and may_use("fused")
+    """Whether a tensor is on a GPU that they run on, of a dtype that they know, and nothing else is asked for."""
+    return runs_on_device(x) and x.dtype in SCALARS and may_use("fused") and not is_transformed()
 
 
 def runs_on_device(x: Tensor) -> bool:

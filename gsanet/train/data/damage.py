@@ -1,8 +1,11 @@
 """Images that do not decode: counted, named, skipped; and past a stated share, the end of the run."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from PIL import Image
+
+from gsanet.images import to_rgb
+from gsanet.train.data.sources import some
 
 
 class DamagedDataError(OSError):
@@ -10,11 +13,11 @@ class DamagedDataError(OSError):
 
 
 def decode(open_sample: Callable[[], tuple[Image.Image, int]]) -> tuple[Image.Image, int] | None:
-    """An RGB image and its label; None if the sample is damaged."""
+    """An upright RGB image, the same as prediction reads, and its label; None if the sample is damaged."""
     try:
         image, label = open_sample()
         with image:
-            return image.convert("RGB"), label
+            return to_rgb(image, "the image"), label
     except Exception:  # what a damaged file makes PIL raise has no common class
         return None
 
@@ -32,9 +35,17 @@ class Damage:
         if len(self.names) > allowed(self.total, self.max_fraction):
             raise DamagedDataError(
                 f"{len(self.names)} of {self.total} {self.split} images do not decode "
-                f"({len(self.names) / self.total:.2%}, and max_bad_fraction allows {self.max_fraction:.2%}): "
+                f"({len(self.names) / self.total:.2%}, and data.max_bad_fraction allows {self.max_fraction:.2%}): "
                 + ", ".join(list(self.names)[:3])
             )
+
+
+def skipped_words(names: Sequence[str]) -> str:
+    """What to say of images that were skipped; nothing if none were."""
+    if not names:
+        return ""
+    images, were = ("images", "were") if len(names) > 1 else ("image", "was")
+    return f"{len(names):,} {images} could not be decoded and {were} skipped: {some(names)}"
 
 
 def allowed(total: int, max_fraction: float) -> int:

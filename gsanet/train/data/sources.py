@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 from torch.utils.data import IterableDataset
 
+from gsanet.images import is_image
 from gsanet.train.data import draws
 from gsanet.train.data.shards import Shards, open_shards
 
@@ -45,8 +46,16 @@ class FolderSource:
     def __init__(self, folder: Path) -> None:
         from torchvision.datasets import ImageFolder
 
+        class Visible(ImageFolder):
+            def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+                names = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
+                if not names:
+                    raise FileNotFoundError
+                return names, {name: label for label, name in enumerate(names)}
+
+        start = len(str(folder)) + 1
         try:
-            tree = ImageFolder(str(folder), allow_empty=True)
+            tree = Visible(str(folder), is_valid_file=lambda path: is_image(path[start:]), allow_empty=True)
         except FileNotFoundError:
             raise FileNotFoundError(f"{folder} holds no class folders: it needs one folder of images a class") from None
         self.class_names = tree.classes
@@ -58,7 +67,7 @@ class FolderSource:
         counts = np.bincount(self.labels, minlength=len(tree.classes))
         empty = [name for name, count in zip(tree.classes, counts, strict=True) if not count]
         if empty:
-            raise FileNotFoundError(f"{folder} has class folders without images: {_some(empty)}")
+            raise FileNotFoundError(f"{folder} has class folders without images: {some(empty)}")
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -268,12 +277,12 @@ def evaluated_on(path: str, images: int, holdout: float = 0.0) -> str:
 def _check_classes(name: str, found: list[str], wanted: list[str]) -> None:
     lacking, extra = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     if lacking:
-        raise FileNotFoundError(f"{name}/ lacks class folders that train/ has: {_some(lacking)}")
+        raise FileNotFoundError(f"{name}/ lacks class folders that train/ has: {some(lacking)}")
     if extra:
-        raise FileNotFoundError(f"{name}/ has class folders that train/ lacks: {_some(extra)}")
+        raise FileNotFoundError(f"{name}/ has class folders that train/ lacks: {some(extra)}")
 
 
-def _some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
     """The first few names, and how many there are."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

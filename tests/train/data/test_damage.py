@@ -73,7 +73,7 @@ def test_too_much_damage_stops_with_one_sentence(spoilt, workers):
     with pytest.raises(DamagedDataError) as error:
         list(spoilt({3, 4, 5, 6})(max_bad_fraction=0.1, workers=workers).train.batches(0))
     message = str(error.value)
-    assert "4 of 30 training images do not decode (13.33%, and max_bad_fraction allows 10.00%)" in message
+    assert "4 of 30 training images do not decode (13.33%, and data.max_bad_fraction allows 10.00%)" in message
     assert sum(f"000{number}" in message for number in (3, 4, 5, 6)) == 3
     assert "\n" not in message
 

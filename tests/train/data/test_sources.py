@@ -4,15 +4,20 @@ import json
 import pickle
 import shutil
 from collections import Counter
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from pictures import CLASSES, UNTOUCHED, numbers, open_small, picture, write_folder
+from PIL import Image
 
+from gsanet.images import find_images, read_image
 from gsanet.train.data import DataSettings
+from gsanet.train.data.damage import decode
 from gsanet.train.data.settings import Plan
-from gsanet.train.data.sources import open_splits
+from gsanet.train.data.sources import FolderSource, open_splits
 
 
 @pytest.mark.parametrize("name", ["val", "validation", "test"])
@@ -26,6 +31,48 @@ def test_folder(folder, name):
     labels = torch.cat([labels for _, labels in data.val.batches()])
     assert labels.tolist() == [0] * 5 + [1] * 5 + [2] * 5
     assert data.bad_files() == []
+
+
+def test_what_is_hidden_is_no_data(folder):
+    """As notes of macOS, and copies that a notebook keeps."""
+    for place in (
+        "train/ant/._0000.png",
+        "train/ant/.ipynb_checkpoints/a.png",
+        "val/.Trash/a.png",
+        "train/.cache/a.png",
+    ):
+        (folder / place).parent.mkdir(exist_ok=True)
+        (folder / place).write_bytes(b"no image")
+    data = open_small(folder, batch_size=6, **UNTOUCHED)
+    assert data.class_names == list(CLASSES)
+    assert (data.train.num_samples, data.val.num_samples) == (30, 15)
+    assert sorted(numbers(data.train.batches(0))) == list(range(30))
+    assert find_images([folder / "train"]) == sorted(map(str, (folder / "train").glob("*/0*.png")))
+    for name in CLASSES:
+        (folder / "val" / name).rename(folder / "val" / f".{name}")
+    with pytest.raises(FileNotFoundError, match="val holds no class folders"):
+        open_small(folder)
+
+
+def test_training_sees_what_prediction_reads(tmp_path):
+    folder = tmp_path / "class"
+    folder.mkdir()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be seen upright it is turned clockwise
+    picture(0).save(folder / "turned.png", exif=exif)
+    clear = picture(1)
+    clear.putalpha(100)
+    clear.save(folder / "clear.png")
+    Image.fromarray(np.arange(0, 480 * 128, 128, dtype=np.uint16).reshape(20, 24)).save(folder / "deep.png")
+    source = FolderSource(tmp_path)
+    sizes = {}
+    for index in range(len(source)):
+        image, _ = decode(partial(source.open, index))
+        assert np.array_equal(image, read_image(source.name(index)).image), source.name(index)
+        with Image.open(source.name(index)) as plain:
+            assert not np.array_equal(image, plain.convert("RGB")), source.name(index)
+        sizes[Path(source.name(index)).stem] = image.size
+    assert sizes == {"clear": (24, 20), "deep": (24, 20), "turned": (20, 24)}
 
 
 def test_held_out_split_alone(folder):

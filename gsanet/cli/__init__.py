@@ -1,0 +1,58 @@
+"""The command `gsanet`: parse, call, print."""
+
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+import gsanet
+from gsanet.cli import files, looking, networks, paper, training
+from gsanet.cli.common import errors
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "models": networks.models,
+    "info": networks.info,
+    "bench": networks.bench,
+    "train": training.train,
+    "eval": training.evaluate,
+    "preview": training.preview,
+    "demo": training.demo,
+    "predict": looking.predict,
+    "explain": looking.explain,
+    "balance": looking.show_balance,
+    "explore": looking.explore,
+    "export": files.export,
+    "publish": files.publish_run,
+    "pack": files.pack_run,
+}
+GROUPS = {"recipes": training.recipes, "paper": paper.paper}
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Global self-attention networks for image recognition.",
+)
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
+for _name, _group in GROUPS.items():
+    app.add_typer(_group, name=_name)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+    """Options of the command itself."""
+    if version:
+        print(gsanet.__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command; what the user got wrong is one line and exit code 2, without a traceback."""
+    try:
+        app()
+    except (ValueError, TypeError, OSError) as error:
+        errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
