@@ -80,7 +80,9 @@ class Shape:
     def tile(self, width: int, heads: int, lines: int, length: int) -> int:
         """Scalars of a tile of lines, heads and padded channels."""
         head = self.odd_stride(width) if width >= 32 else width
-        return lines * _round_up(length, 16) * self.odd_stride(heads * head)
+        bundle = bundle_of(length, lines)
+        rows = 16 // bundle if bundle > 1 else _round_up(length, 16)
+        return lines * rows * self.odd_stride(heads * head)
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,13 @@ class Launch:
     threads: int
     shared_bytes: int
     carveout: int = 100
+
+
+def bundle_of(length: int, lines: int) -> int:
+    """How many lines share the 16 rows of a product, of so many that a block has at once."""
+    if length <= 4 and lines % 4 == 0:
+        return 4
+    return 2 if length <= 8 and lines % 2 == 0 else 1
 
 
 @functools.cache
@@ -122,9 +131,12 @@ def _plan_whole(
 ) -> Launch | None:
     """Blocks that hold whole lines."""
     pairs = _most_pairs(shape, length, backward, features)
+    bundle = bundle_of(length, 4)
+    if lines * shape.heads < bundle * pairs * machine.multiprocessors:
+        bundle = 1
     while not backward and pairs > 2 and lines * shape.heads < pairs * machine.multiprocessors:
         pairs //= 2  # a batch of few images: rather half-empty products than idle multiprocessors
-    for heads, lines_at_once in _cuts(shape.heads, pairs):
+    for heads, lines_at_once in _cuts(shape.heads, pairs, bundle):
         if features.get("pool") and lines_at_once % 2:
             continue
         shared = _line_memory(shape, length, heads, lines_at_once, backward, features.get("content_keys", False))
@@ -155,7 +167,7 @@ def _plan_pieces(
     content_keys = features.get("content_keys", False)
     sums = _sums_memory(shape, features)
     for shortest in (SHORT_PIECE, 16):
-        for heads, lines_at_once in _cuts(shape.heads, 16):
+        for heads, lines_at_once in _cuts(shape.heads, 16, 1):
             if features.get("pool") and lines_at_once % 2:
                 continue
             items = -(-lines // lines_at_once) * (shape.heads // heads)
@@ -225,15 +237,16 @@ def _most_pairs(shape: Shape, length: int, backward: bool, features: Mapping[str
     return 8 if few else 16
 
 
-def _cuts(heads: int, pairs: int) -> list[tuple[int, int]]:
-    """(heads, lines) of a block, so many pairs of them if that can be, and fewer where they do not fit.
+def _cuts(heads: int, pairs: int, bundle: int) -> list[tuple[int, int]]:
+    """(heads, lines) of a block, so many pairs of a head and a bundle if that can be, and fewer where they do not fit.
 
     Where lines are pooled they come in twos.
     """
     whole, *others = [divisor for divisor in range(min(heads, pairs), 0, -1) if heads % divisor == 0]
     most = pairs // whole
-    cuts = [(whole, lines) for lines in range(most, 0, -1) if lines in (1, 2, 4, 8, most)]
-    return cuts + [(divisor, lines) for divisor in others for lines in (2, 1)]
+    cuts = [(whole, bundles) for bundles in range(most, 0, -1) if bundles in (1, 2, 4, 8, most)]
+    cuts += [(divisor, bundles) for divisor in others for bundles in (2, 1)]
+    return [(heads, bundles * bundle) for heads, bundles in cuts]
 
 
 def _sums_memory(shape: Shape, features: Mapping[str, bool]) -> int:
@@ -249,10 +262,12 @@ def _pieces_memory(shape: Shape, length: int, heads: int, lines: int) -> int:
 
 def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bool, content_keys: bool) -> int:
     query, value = shape.padded(shape.key), shape.padded(shape.value)
-    attended = min(length, BAND)
-    columns = _round_up(attended, 16 if shape.size == 2 and attended > 8 else 8)
-    scores = 16 * shape.odd_stride(16 * shape.odd_stride(columns)) + 16
-    table = (length - 1 + _round_up(length, BAND if length > BAND else 16)) * shape.odd_stride(query)
+    attended, bundle = min(length, BAND), bundle_of(length, lines)
+    columns = 16 if bundle > 1 else _round_up(attended, 16 if shape.size == 2 and attended > 8 else 8)
+    pairs = 8 if bundle > 1 and lines // bundle * heads <= 8 else 16
+    scores = 16 * shape.odd_stride(pairs * shape.odd_stride(columns)) + 16
+    before = 7 if bundle > 1 else length - 1  # rows of the table
+    table = (before + _round_up(length, BAND if length > BAND else 16)) * shape.odd_stride(query)
     if backward:
         queries = shape.tile(query, heads, lines, length)
         values = shape.tile(value, heads, lines, length)

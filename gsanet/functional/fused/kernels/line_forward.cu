@@ -111,8 +111,8 @@ DEVICE void store_output(Sums& sums, QueryTile queries, int x, const Lines& line
 #pragma unroll
     for (int tile = 0; tile < VALUE_TILES; ++tile) {
       const int channel = tile * 8 + column;
-      if (x + row < LENGTH) store_two(queries.of_pair(pair, x + row) + channel, sums[own][tile][0], sums[own][tile][1]);
-      if (x + row + 8 < LENGTH)
+      if (x + row < END && is_pixel(x + row)) store_two(queries.of_pair(pair, x + row) + channel, sums[own][tile][0], sums[own][tile][1]);
+      if (x + row + 8 < END && is_pixel(x + row + 8))
         store_two(queries.of_pair(pair, x + row + 8) + channel, sums[own][tile][2], sums[own][tile][3]);
     }
   }
@@ -124,12 +124,12 @@ DEVICE void attend(QueryTile queries, const Values (&values)[OWN_PAIRS], T* scor
                    const Lines& lines, const Arguments& arguments, const Context (&contexts)[OWN_PAIRS]) {
   const int warp = warp_index();
   if constexpr (WINDOWS_IN_REGISTERS) {
-    if (X0 + warp < LENGTH) score_pixel<X0 / 8>(scores, warp, queries, X0 + warp, windows);
+    if (X0 + warp < PRODUCTS && is_pixel(X0 + warp)) score_pixel<eight_of(X0)>(scores, warp, queries, X0 + warp, windows);
     if constexpr (WARPS == 8)
-      if (X0 + 8 + warp < LENGTH) score_pixel<X0 / 8 + 1>(scores, warp + 8, queries, X0 + 8 + warp, windows);
+      if (X0 + 8 + warp < PRODUCTS && is_pixel(X0 + 8 + warp)) score_pixel<eight_of(X0 + 8)>(scores, warp + 8, queries, X0 + 8 + warp, windows);
   } else {
     for (int slot = warp; slot < 16; slot += WARPS)
-      if (X0 + slot < LENGTH) score_pixel(scores, slot, queries, X0 + slot, table, 0);
+      if (X0 + slot < PRODUCTS && is_pixel(X0 + slot)) score_pixel(scores, slot, queries, X0 + slot, table, 0);
   }
   block_barrier();
   Sums sums = {};
@@ -232,12 +232,12 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
     return Moves{[](const T*, int, int) { return Nothing{}; }, change};
   };
 
-  const int items = (arguments.total_lines + LINES - 1) / LINES;
+  const int items = count_items(arguments.total_lines, arguments.lines_per_image);
   // Neighbouring lines go to the same block: they share their image's context vectors.
   const int begin = static_cast<int>(static_cast<long long>(items) * block_index() / block_count());
   const int end = static_cast<int>(static_cast<long long>(items) * (block_index() + 1) / block_count());
   for (int item = begin; item < end; ++item) {
-    lines.move_to(item * LINES);
+    lines.move_to_item(item);
     copy_in<KEY>(queries, arguments.queries, lines);
     if constexpr (NORM_VALUES)
       copy_in<VALUE>(values, arguments.values, lines, scale_and_shift(arguments.norm + first_channel, channels, VALUE));

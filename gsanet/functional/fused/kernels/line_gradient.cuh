@@ -55,7 +55,10 @@ constexpr int OWN_PAIRS = (PAIRS + WARPS - 1) / WARPS;
 constexpr int LINE_TILES = TILE_ROWS / 16;
 constexpr int VALUE_TILES = VALUE_WIDTH / 8, QUERY_TILES = QUERY_WIDTH / 8;
 constexpr int X_DEPTH = depth_of<T>(16);  // depth of products over 16 attending pixels or 16 pairs
-constexpr int SLOTS = LENGTH <= 8 ? 8 : 16;  // attending pixels with scores; those of the others are zeros from the start
+// Products for attending pixels; scores of further pixels, if there is room for them, are zeros from the start.
+constexpr int SLOTS = TWO_ROWS || (LENGTH <= 8 && !BUNDLED) ? 8 : 16;
+constexpr int SCORE_EIGHTS = BUNDLED ? 2 : EIGHTS;  // groups of eight columns of scores
+constexpr int WINDOW_ALONG = depth_of<T>(WINDOW_COLUMNS);  // depth of products along a window
 // Whether the compiler may work on the scores of two pixels at once. That mostly costs more registers than there are.
 constexpr bool MIXED_PIXELS = CONTENT_KEYS && VALUE_TILES == 2 && SLOTS == 16;
 
@@ -64,7 +67,7 @@ constexpr bool MIXED_PIXELS = CONTENT_KEYS && VALUE_TILES == 2 && SLOTS == 16;
 constexpr int SUM_REGISTERS = 2 * TABLE_EIGHTS * QUERY_TILES + 4 * OWN_PAIRS * LINE_TILES * VALUE_TILES;
 constexpr bool WINDOWS_IN_REGISTERS = SUM_REGISTERS + WINDOW_REGISTERS <= 56;
 constexpr bool TURNED_IN_REGISTERS =
-    !IS_FLOAT<T> && ALONG == 16 && WINDOWS_IN_REGISTERS && SUM_REGISTERS + WINDOW_REGISTERS + TABLE_EIGHTS * QUERY_TILES <= 68;
+    !IS_FLOAT<T> && WINDOW_ALONG == 16 && WINDOWS_IN_REGISTERS && SUM_REGISTERS + WINDOW_REGISTERS + TABLE_EIGHTS * QUERY_TILES <= 68;
 
 // The table's groups of eight rows as the lower or the upper half of a right operand whose sums run across rows.
 struct TurnedWindows {
@@ -76,7 +79,7 @@ struct TurnedWindows {
 #pragma unroll
       for (int tile = 0; tile < QUERY_TILES; ++tile)
         words[eight][tile] = load_right_transposed<T, 8>([&](int row) {
-          const int offset = 8 * (eight - EIGHTS + 1) + row - warp_index() + LENGTH - 1;
+          const int offset = 8 * (eight - EIGHTS + 1) + row - first_pixel_of(warp_index()) + MIDDLE;
           return table + (offset > 0 ? offset : 0) * TABLE_STRIDE + tile * 8;
         }).words[0];
   }
@@ -85,11 +88,11 @@ struct TurnedWindows {
 using ValueSums = float[LINE_TILES][VALUE_TILES][4];
 using TableSums = float[TABLE_EIGHTS + 1][QUERY_TILES][2];  // the last one takes what lies past the line
 
-// 16 rows of S^T from 16 i on, `scores(slot)` being where a row of S begins. If S has only eight more columns they are read
+// 16 rows of S^T from 16 i on, `scores(slot)` being where a row of S begins. If S has only eight more COLUMNS they are read
 // twice, and no sum of the second eight is used: behind them lies the next pair's row, which another warp may be writing.
-template <class Row>
+template <int COLUMNS, class Row>
 DEVICE Left<T, X_DEPTH> load_scores_transposed(Row scores, int i) {
-  return load_left_transposed<T, X_DEPTH>([&](int slot) { return scores(slot) + i * 16; }, i * 16 + 8 < SCORE_COLUMNS ? 8 : 0);
+  return load_left_transposed<T, X_DEPTH>([&](int slot) { return scores(slot) + i * 16; }, i * 16 + 8 < COLUMNS ? 8 : 0);
 }
 
 // dV += S^T dY and dS = dY V^T, for 16 attending pixels from x on of one pair.
@@ -100,7 +103,8 @@ DEVICE void differentiate_pair(ValueSums& d_values, T* scores, ValueTile values,
     load_right_transposed(right, [&](int slot) { return gradient.of_pair(pair, x + step + slot); });
 #pragma unroll
     for (int i = 0; i < LINE_TILES; ++i) {
-      const auto score = load_scores_transposed([&](int slot) { return scores_of(scores, step + slot, pair); }, i);
+      const auto score =
+          load_scores_transposed<SCORE_COLUMNS>([&](int slot) { return scores_of(scores, step + slot, pair); }, i);
 #pragma unroll
       for (int tile = 0; tile < VALUE_TILES; ++tile) multiply(d_values[i][tile], score, right[tile]);
     }
@@ -112,18 +116,20 @@ DEVICE void differentiate_pair(ValueSums& d_values, T* scores, ValueTile values,
     left[step] = load_left<T, DEPTH>([&](int row) { return gradient.of_pair(pair, x + row) + step * DEPTH; });
   warp_barrier();  // the scores have been read
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
-  float sums[EIGHTS][4] = {};
+  float sums[SCORE_EIGHTS][4] = {};
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
-    Right<T, DEPTH> right[EIGHTS];
+    Right<T, DEPTH> right[SCORE_EIGHTS];
     load_right(right, [&](int pixel) { return values.of_pair(pair, pixel) + step * DEPTH; });
 #pragma unroll
-    for (int i = 0; i < EIGHTS; ++i) multiply(sums[i], left[step], right[i]);
+    for (int i = 0; i < SCORE_EIGHTS; ++i) multiply(sums[i], left[step], right[i]);
   }
 #pragma unroll
-  for (int i = 0; i < EIGHTS; ++i) {
-    store_two(scores_of(scores, row, pair) + i * 8 + column, sums[i][0], sums[i][1]);
-    if constexpr (SLOTS > 8) store_two(scores_of(scores, row + 8, pair) + i * 8 + column, sums[i][2], sums[i][3]);
+  for (int i = 0; i < SCORE_EIGHTS; ++i) {
+    const int other = i * 8 + column;
+    if (of_one_line(row, other)) store_two(scores_of(scores, row, pair) + other, sums[i][0], sums[i][1]);
+    if constexpr (SLOTS > 8 || BUNDLED)
+      if (of_one_line(row + 8, other)) store_two(scores_of(scores, row + 8, pair) + other, sums[i][2], sums[i][3]);
   }
 }
 
@@ -133,11 +139,11 @@ DEVICE void differentiate_table(TableSums& d_table, T* scores, int slot, QueryTi
 #pragma unroll
   for (int step = 0; step < 16; step += X_DEPTH) {
     Right<T, X_DEPTH> query[QUERY_TILES];
-    load_right_transposed(
-        query, [&](int pair) { return queries.of_pair(step + pair < PAIRS ? step + pair : PAIRS - 1, x); });
+    load_right_transposed(query, [&](int member) { return queries_of(queries, step + member, x); });
 #pragma unroll
     for (int i = 0; i < LINE_TILES; ++i) {
-      const auto score = load_scores_transposed([&](int pair) { return scores_of(scores, slot, step + pair); }, i);
+      const auto score =
+          load_scores_transposed<WINDOW_COLUMNS>([&](int member) { return scores_in_window(scores, slot, step + member); }, i);
       constexpr int LAST = TABLE_EIGHTS;
       const int upper = 2 * i < EIGHTS ? 2 * i - EIGHT + EIGHTS - 1 : LAST;
       const int lower = 2 * i + 1 < EIGHTS ? 2 * i + 1 - EIGHT + EIGHTS - 1 : LAST;
@@ -153,33 +159,35 @@ DEVICE void differentiate_table(TableSums& d_table, T* scores, int slot, QueryTi
 template <int EIGHT>
 DEVICE void differentiate_queries(QueryTile queries, T* scores, int slot, int x, const T* table, const TurnedWindows& turned) {
   float sums[QUERY_TILES][4] = {};
-  Left<T, ALONG> score[SCORE_COLUMNS / ALONG];
+  constexpr int STEPS = WINDOW_COLUMNS / WINDOW_ALONG;
+  Left<T, WINDOW_ALONG> score[STEPS];
 #pragma unroll
-  for (int i = 0; i < SCORE_COLUMNS / ALONG; ++i)
-    score[i] = load_left<T, ALONG>([&](int pair) { return scores_of(scores, slot, pair) + i * ALONG; });
+  for (int i = 0; i < STEPS; ++i)
+    score[i] =
+        load_left<T, WINDOW_ALONG>([&](int member) { return scores_in_window(scores, slot, member) + i * WINDOW_ALONG; });
   if constexpr (TURNED_IN_REGISTERS) {
 #pragma unroll
-    for (int i = 0; i < SCORE_COLUMNS / ALONG; ++i)
+    for (int i = 0; i < STEPS; ++i)
 #pragma unroll
       for (int tile = 0; tile < QUERY_TILES; ++tile) {
-        Right<T, ALONG> right;
+        Right<T, WINDOW_ALONG> right;
 #pragma unroll
-        for (int half = 0; half < ALONG / 8; ++half)
+        for (int half = 0; half < WINDOW_ALONG / 8; ++half)
           right.words[half] = 2 * i + half < EIGHTS ? turned.words[2 * i + half - EIGHT + EIGHTS - 1][tile] : 0u;
         multiply(sums[tile], score[i], right);
       }
   } else if constexpr (QUERY_TILES == 1) {
     const T* window = window_of(table, x);
-    Right<T, ALONG> right[SCORE_COLUMNS / ALONG];
+    Right<T, WINDOW_ALONG> right[STEPS];
     load_right_transposed_long(right, [&](int i) { return window + i * TABLE_STRIDE; });
 #pragma unroll
-    for (int i = 0; i < SCORE_COLUMNS / ALONG; ++i) multiply(sums[0], score[i], right[i]);
+    for (int i = 0; i < STEPS; ++i) multiply(sums[0], score[i], right[i]);
   } else {
     const T* window = window_of(table, x);
 #pragma unroll
-    for (int i = 0; i < SCORE_COLUMNS / ALONG; ++i) {
-      Right<T, ALONG> right[QUERY_TILES];
-      load_right_transposed(right, [&](int step) { return window + (i * ALONG + step) * TABLE_STRIDE; });
+    for (int i = 0; i < STEPS; ++i) {
+      Right<T, WINDOW_ALONG> right[QUERY_TILES];
+      load_right_transposed(right, [&](int step) { return window + (i * WINDOW_ALONG + step) * TABLE_STRIDE; });
 #pragma unroll
       for (int tile = 0; tile < QUERY_TILES; ++tile) multiply(sums[tile], score[i], right[tile]);
     }
@@ -188,8 +196,9 @@ DEVICE void differentiate_queries(QueryTile queries, T* scores, int slot, int x,
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
 #pragma unroll
   for (int tile = 0; tile < QUERY_TILES; ++tile) {
-    if (row < PAIRS) store_two(queries.of_pair(row, x) + tile * 8 + column, sums[tile][0], sums[tile][1]);
-    if (row + 8 < PAIRS) store_two(queries.of_pair(row + 8, x) + tile * 8 + column, sums[tile][2], sums[tile][3]);
+    if (pair_of(row) < PAIRS) store_two(queries_of(queries, row, x) + tile * 8 + column, sums[tile][0], sums[tile][1]);
+    if (pair_of(row + 8) < PAIRS)
+      store_two(queries_of(queries, row + 8, x) + tile * 8 + column, sums[tile][2], sums[tile][3]);
   }
 }
 
@@ -200,9 +209,9 @@ DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_
   const int warp = warp_index();
   // Past the end of the line too: queries are zero there, and scores must be.
   if constexpr (WINDOWS_IN_REGISTERS) {
-    if (warp < SLOTS) score_pixel<X0 / 8>(scores, warp, tiles.queries, X0 + warp, windows);
+    if (warp < SLOTS) score_pixel<eight_of(X0)>(scores, warp, tiles.queries, X0 + warp, windows);
     if constexpr (WARPS == 8 && SLOTS > 8)
-      score_pixel<X0 / 8 + 1>(scores, warp + 8, tiles.queries, X0 + 8 + warp, windows);
+      score_pixel<eight_of(X0 + 8)>(scores, warp + 8, tiles.queries, X0 + 8 + warp, windows);
   } else {
 #pragma unroll
     for (int slot = 0; slot < SLOTS; slot += WARPS)
@@ -214,14 +223,14 @@ DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_
     if (warp + own * WARPS < PAIRS)
       differentiate_pair(d_values[own], scores, tiles.values, tiles.gradient, warp + own * WARPS, X0);
   block_barrier();
-  if (X0 + warp < LENGTH) {
-    differentiate_table<X0 / 8>(d_table, scores, warp, tiles.queries, X0 + warp);
-    differentiate_queries<X0 / 8>(tiles.queries, scores, warp, X0 + warp, table, turned);
+  if (X0 + warp < PRODUCTS && is_pixel(X0 + warp)) {
+    differentiate_table<eight_of(X0)>(d_table, scores, warp, tiles.queries, X0 + warp);
+    differentiate_queries<eight_of(X0)>(tiles.queries, scores, warp, X0 + warp, table, turned);
   }
-  if constexpr (WARPS == 8 && X0 + 8 < LENGTH)
-    if (X0 + 8 + warp < LENGTH) {
-      differentiate_table<X0 / 8 + 1>(d_table, scores, warp + 8, tiles.queries, X0 + 8 + warp);
-      differentiate_queries<X0 / 8 + 1>(tiles.queries, scores, warp + 8, X0 + 8 + warp, table, turned);
+  if constexpr (WARPS == 8 && SLOTS > 8 && (X0 + 8 < LENGTH || BUNDLED))
+    if (X0 + 8 + warp < PRODUCTS && is_pixel(X0 + 8 + warp)) {
+      differentiate_table<eight_of(X0 + 8)>(d_table, scores, warp + 8, tiles.queries, X0 + 8 + warp);
+      differentiate_queries<eight_of(X0 + 8)>(tiles.queries, scores, warp + 8, X0 + 8 + warp, table, turned);
     }
   warp_barrier();  // the warp's own scores have been read; no other warp reads or writes them before the next barrier
   if constexpr (X0 + 16 < LENGTH)
@@ -265,8 +274,8 @@ DEVICE void add_content_to_queries(QueryTile queries, ValueTile gradient, int pa
       load_two(lower, sums[2], sums[3]);
       columns.add_products(sums, gradient, pair, i * 16);
       // Rows past the line are padding, which stays zero even if the context vectors are not finite.
-      if (i * 16 + row < LENGTH) store_two(upper, sums[0], sums[1]);
-      if (i * 16 + row + 8 < LENGTH) store_two(lower, sums[2], sums[3]);
+      if (i * 16 + row < END && is_pixel(i * 16 + row)) store_two(upper, sums[0], sums[1]);
+      if (i * 16 + row + 8 < END && is_pixel(i * 16 + row + 8)) store_two(lower, sums[2], sums[3]);
     }
   }
 }
@@ -344,8 +353,8 @@ DEVICE void store_values(ValueTile gradient, const ValueSums& d_values, int pair
     for (int tile = 0; tile < VALUE_TILES; ++tile) {
       const int pixel = i * 16 + row, channel = tile * 8 + column;
       const auto& sums = d_values[i][tile];
-      if (pixel < LENGTH) store_two(gradient.of_pair(pair, pixel) + channel, sums[0], sums[1]);
-      if (pixel + 8 < LENGTH) store_two(gradient.of_pair(pair, pixel + 8) + channel, sums[2], sums[3]);
+      if (pixel < END && is_pixel(pixel)) store_two(gradient.of_pair(pair, pixel) + channel, sums[0], sums[1]);
+      if (pixel + 8 < END && is_pixel(pixel + 8)) store_two(gradient.of_pair(pair, pixel + 8) + channel, sums[2], sums[3]);
     }
 }
 
@@ -357,7 +366,7 @@ DEVICE void add_warps(float* shared, const TableSums& d_table) {
     if (turn == warp_index())
 #pragma unroll
       for (int eight = 0; eight < TABLE_EIGHTS; ++eight) {
-        const int offset = (eight - (EIGHTS - 1)) * 8 + row - turn + LENGTH - 1;
+        const int offset = (eight - (EIGHTS - 1)) * 8 + row - first_pixel_of(turn) + LENGTH - 1;
         if (offset < 0 || offset >= TABLE_ROWS) continue;
 #pragma unroll
         for (int tile = 0; tile < QUERY_TILES; ++tile)

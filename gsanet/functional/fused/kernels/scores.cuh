@@ -4,35 +4,41 @@
 // product of Q_x with a window of rows of the table R, the one that starts at row LENGTH - 1 - x. So no score is ever
 // moved along its row. 16 attending pixels at a time are held in shared memory, [x][pair][i], written a pixel at a time
 // and read a pair at a time; both ways are free of bank conflicts.
+//
+// Of bundles (tiles.cuh) x and i are rows: 16 x 16 scores, all those between different lines zero. Nobody ever writes there.
 #pragma once
 #include "tiles.cuh"
 
 constexpr int QUERY_WIDTH = padded(KEY);
 constexpr int ATTENDED = LENGTH < BAND ? LENGTH : BAND;  // pixels i that are held at a time: BAND of them, or all
-constexpr int SCORE_COLUMNS = !IS_FLOAT<T> && ATTENDED > 8 ? round_up(ATTENDED, 16) : round_up(ATTENDED, 8);
+constexpr int WINDOW_COLUMNS = !IS_FLOAT<T> && ATTENDED > 8 ? round_up(ATTENDED, 16) : round_up(ATTENDED, 8);
+constexpr int SCORE_COLUMNS = BUNDLED ? 16 : WINDOW_COLUMNS;
 constexpr int SCORE_TILES = (ATTENDED + 7) / 8;
 constexpr int SCORE_PAIR = odd_stride(SCORE_COLUMNS);
-constexpr int SCORE_PIXEL = odd_stride(16 * SCORE_PAIR);
+constexpr int SCORE_PIXEL = odd_stride((BUNDLED && PAIRS <= 8 ? 8 : 16) * SCORE_PAIR);
 constexpr int SCORES_SIZE = 16 * SCORE_PIXEL + 16;
 constexpr int ALONG = depth_of<T>(SCORE_COLUMNS);  // depth of products along i
 
 constexpr int TABLE_STRIDE = odd_stride(QUERY_WIDTH);
 constexpr int TABLE_ROWS = 2 * LENGTH - 1;
+constexpr int MIDDLE = BUNDLED ? 7 : LENGTH - 1;  // the row of offset 0; bundles have windows for eight rows
 // The window of the last band reaches past the table: zeros.
-constexpr int TABLE_SIZE = (LENGTH - 1 + round_up(LENGTH, BAND < LENGTH ? BAND : 16)) * TABLE_STRIDE;
+constexpr int TABLE_SIZE = (MIDDLE + round_up(LENGTH, BAND < LENGTH ? BAND : 16)) * TABLE_STRIDE;
 
 DEVICE T* scores_of(T* scores, int slot, int pair) { return scores + slot * SCORE_PIXEL + pair * SCORE_PAIR; }
 
 // (2 LENGTH - 1, KEY) from global memory, channels and windows padded with zeros.
 DEVICE void copy_table(T* table, const T* rel) {
   for (int i = thread_index(); i < TABLE_SIZE; i += THREADS) {
-    const int row = i / TABLE_STRIDE, channel = i % TABLE_STRIDE;
-    table[i] = row < TABLE_ROWS && channel < KEY ? rel[row * KEY + channel] : T{};
+    const int row = i / TABLE_STRIDE - (MIDDLE - (LENGTH - 1)), channel = i % TABLE_STRIDE;
+    table[i] = (!BUNDLED || row >= 0) && row < TABLE_ROWS && channel < KEY ? rel[row * KEY + channel] : T{};
   }
 }
 
 // Where the window of attending pixel x begins; pixels past the line read some window, and their queries are zero.
-DEVICE const T* window_of(const T* table, int x) { return table + (x < LENGTH ? LENGTH - 1 - x : 0) * TABLE_STRIDE; }
+DEVICE const T* window_of(const T* table, int x) {
+  return table + (BUNDLED ? MIDDLE - x % 8 : x < LENGTH ? LENGTH - 1 - x : 0) * TABLE_STRIDE;
+}
 
 constexpr int QUERY_DEPTH = depth_of<T>(QUERY_WIDTH), QUERY_STEPS = QUERY_WIDTH / QUERY_DEPTH;
 constexpr int EIGHTS = (LENGTH + 7) / 8;      // groups of eight pixels on a line
@@ -40,7 +46,11 @@ constexpr int TABLE_EIGHTS = 2 * EIGHTS - 1;  // groups of eight offsets that a 
 
 // A warp owns the attending pixels x with x % WARPS = its number, and WARPS is a multiple of 8. From one of them to the
 // next the window moves by whole groups of eight rows, so a warp meets TABLE_EIGHTS such groups and no others: they stay
-// in registers over all lines. Group e holds the offsets 8 (e - EIGHTS + 1) - warp and the seven after it.
+// in registers over all lines. Group e holds the offsets 8 (e - EIGHTS + 1) - warp and the seven after it. Of a bundle, the
+// window is that of its place among eight rows.
+DEVICE int first_pixel_of(int warp) { return BUNDLED ? warp % 8 : warp; }
+constexpr int eight_of(int x) { return BUNDLED ? 0 : x / 8; }
+
 struct Windows {
   Right<T, QUERY_DEPTH> right[TABLE_EIGHTS][QUERY_STEPS];
 
@@ -50,7 +60,7 @@ struct Windows {
 #pragma unroll
       for (int step = 0; step < QUERY_STEPS; ++step)
         right[eight][step] = load_right<T, QUERY_DEPTH>([&](int row) {
-          const int offset = 8 * (eight - EIGHTS + 1) + row - warp_index() + LENGTH - 1;
+          const int offset = 8 * (eight - EIGHTS + 1) + row - first_pixel_of(warp_index()) + MIDDLE;
           return table + (offset > 0 ? offset : 0) * TABLE_STRIDE + step * QUERY_DEPTH;  // below: of no pixel
         });
   }
@@ -58,20 +68,40 @@ struct Windows {
 
 constexpr int WINDOW_REGISTERS = TABLE_EIGHTS * QUERY_STEPS * static_cast<int>(sizeof(Right<T, QUERY_DEPTH>)) / 4;
 
+// What product number `slot` has as its 16 rows: so many pairs at one pixel. Up to eight pairs of bundles leave room for the
+// row eight further on as well, whose window is the same.
+constexpr bool TWO_ROWS = BUNDLED && PAIRS <= 8;
+DEVICE int pair_of(int member) { return TWO_ROWS ? member % 8 : member; }
+DEVICE int row_of(int member, int slot) { return TWO_ROWS ? slot + member / 8 * 8 : slot; }
+constexpr int PRODUCTS = TWO_ROWS ? 8 : END;
+
+template <class QueryTile>
+DEVICE T* queries_of(QueryTile queries, int member, int x) {
+  const int pair = pair_of(member);
+  return queries.of_pair(pair < PAIRS ? pair : PAIRS - 1, row_of(member, x));
+}
+
+// The scores of a member with the pixels of its window.
+DEVICE T* scores_in_window(T* scores, int slot, int member) {
+  const int row = row_of(member, slot);
+  return scores_of(scores, row, pair_of(member)) + (BUNDLED ? row / 8 * 8 : 0);
+}
+
 template <class QueryTile>
 DEVICE void load_queries(Left<T, QUERY_DEPTH> (&query)[QUERY_STEPS], QueryTile queries, int x) {
 #pragma unroll
   for (int step = 0; step < QUERY_STEPS; ++step)
-    query[step] = load_left<T, QUERY_DEPTH>(
-        [&](int row) { return queries.of_pair(row < PAIRS ? row : PAIRS - 1, x) + step * QUERY_DEPTH; });
+    query[step] = load_left<T, QUERY_DEPTH>([&](int row) { return queries_of(queries, row, x) + step * QUERY_DEPTH; });
 }
 
 DEVICE void store_scores(T* scores, int slot, const float (&sums)[SCORE_TILES][4]) {
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
 #pragma unroll
   for (int tile = 0; tile < SCORE_TILES; ++tile) {
-    if (row < PAIRS) store_two(scores_of(scores, slot, row) + tile * 8 + column, sums[tile][0], sums[tile][1]);
-    if (row + 8 < PAIRS) store_two(scores_of(scores, slot, row + 8) + tile * 8 + column, sums[tile][2], sums[tile][3]);
+    if (!of_one_line(slot % 8, tile * 8 + column)) continue;
+    if (pair_of(row) < PAIRS) store_two(scores_in_window(scores, slot, row) + tile * 8 + column, sums[tile][0], sums[tile][1]);
+    if (pair_of(row + 8) < PAIRS)
+      store_two(scores_in_window(scores, slot, row + 8) + tile * 8 + column, sums[tile][2], sums[tile][3]);
   }
 }
 
