@@ -81,8 +81,10 @@ class Shape:
         """Scalars of a tile of lines, heads and padded channels."""
         head = self.odd_stride(width) if width >= 32 else width
         bundle = bundle_of(length, lines)
-        rows = 16 // bundle if bundle > 1 else _round_up(length, 16)
-        return lines * rows * self.odd_stride(heads * head)
+        row = self.odd_stride(heads * head)
+        if bundle == 1:
+            return lines * _round_up(length, 16) * row
+        return lines // bundle * (16 * row + (heads * 16 // self.size if heads < 8 else 0))
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def bundle_of(length: int, lines: int) -> int:
 
 @functools.cache
 def plan_line(
-    machine: Machine, shape: Shape, length: int, lines: int, *, backward: bool, **features: bool
+    machine: Machine, shape: Shape, length: int, lines: int, images: int, *, backward: bool, **features: bool
 ) -> Launch | None:
     """Attention along the lines of a map, or None if a block's part does not fit into shared memory or registers.
 
@@ -116,14 +118,64 @@ def plan_line(
         machine: The GPU.
         shape: The layer.
         length: Pixels on a line.
-        lines: Lines in the whole batch.
+        lines: Lines of an image.
+        images: In the batch.
         backward: The gradient's kernel.
         features: The switches of `kernels/line_forward.cu` or `kernels/line_gradient.cuh`, in lower case.
     """
+    bundled = _plan_bundled(machine, shape, length, lines, images, backward, features) if length <= 8 else None
+    if bundled is not None:
+        return bundled
     if not backward:
-        return _plan_whole(machine, shape, length, lines, False, features)
-    whole = _plan_whole(machine, shape, length, lines, True, features) if length <= BAND else None
-    return whole or _plan_pieces(machine, shape, length, lines, features)
+        return _plan_whole(machine, shape, length, lines * images, False, features)
+    whole = _plan_whole(machine, shape, length, lines * images, True, features) if length <= BAND else None
+    return whole or _plan_pieces(machine, shape, length, lines * images, features)
+
+
+def _plan_bundled(
+    machine: Machine,
+    shape: Shape,
+    length: int,
+    lines: int,
+    images: int,
+    backward: bool,
+    features: Mapping[str, bool],
+) -> Launch | None:
+    """Blocks that hold bundles of short lines of one image, or None if that would leave multiprocessors idle.
+
+    Where context vectors are larger than lines, a block has few heads and many lines, so that they are read once for all
+    of these.
+    """
+    bundle = bundle_of(length, 4)
+    bundles = -(-lines // bundle)  # of an image
+    if bundles * images * shape.heads < 8 * machine.multiprocessors:
+        return None
+    wide = max(shape.key, shape.value) > 32
+    together = 1
+    if wide and any(features.get(name) for name in ("content", "content_queries", "content_keys")):
+        together = 4 if bundles >= 4 else bundles
+    for heads, times in _cuts(shape.heads, 8 // together):
+        if together * times > bundles:
+            continue
+        at_once = bundle * together * times
+        shared = _line_memory(shape, length, heads, at_once, backward, features.get("content_keys", False))
+        shared += 8 * _sums_memory(shape, features) if backward else 0
+        if shared <= machine.shared_memory:
+            most = _most_bundled_blocks(shape, backward, features)
+            cut = (length, heads, at_once, 8, max(1, min(machine.blocks_of(shared), most)))
+            entry = "line_backward" if backward else "line_forward"
+            return _launch_lines(machine, shape, entry, cut, lines * images, shared, features)
+    return None
+
+
+def _most_bundled_blocks(shape: Shape, backward: bool, features: Mapping[str, bool]) -> int:
+    """Blocks on a multiprocessor that leave enough registers."""
+    widest = max(shape.padded(shape.key), shape.padded(shape.value))
+    if backward:
+        return 3 if widest <= 32 else 2 if widest <= 64 else 1
+    if widest <= 32:
+        return 5
+    return 3 if features.get("statistics") or widest > 64 else 4
 
 
 def _plan_whole(
@@ -131,12 +183,9 @@ def _plan_whole(
 ) -> Launch | None:
     """Blocks that hold whole lines."""
     pairs = _most_pairs(shape, length, backward, features)
-    bundle = bundle_of(length, 4)
-    if lines * shape.heads < bundle * pairs * machine.multiprocessors:
-        bundle = 1
     while not backward and pairs > 2 and lines * shape.heads < pairs * machine.multiprocessors:
         pairs //= 2  # a batch of few images: rather half-empty products than idle multiprocessors
-    for heads, lines_at_once in _cuts(shape.heads, pairs, bundle):
+    for heads, lines_at_once in _cuts(shape.heads, pairs):
         if features.get("pool") and lines_at_once % 2:
             continue
         shared = _line_memory(shape, length, heads, lines_at_once, backward, features.get("content_keys", False))
@@ -167,7 +216,7 @@ def _plan_pieces(
     content_keys = features.get("content_keys", False)
     sums = _sums_memory(shape, features)
     for shortest in (SHORT_PIECE, 16):
-        for heads, lines_at_once in _cuts(shape.heads, 16, 1):
+        for heads, lines_at_once in _cuts(shape.heads, 16):
             if features.get("pool") and lines_at_once % 2:
                 continue
             items = -(-lines // lines_at_once) * (shape.heads // heads)
@@ -237,16 +286,15 @@ def _most_pairs(shape: Shape, length: int, backward: bool, features: Mapping[str
     return 8 if few else 16
 
 
-def _cuts(heads: int, pairs: int, bundle: int) -> list[tuple[int, int]]:
-    """(heads, lines) of a block, so many pairs of a head and a bundle if that can be, and fewer where they do not fit.
+def _cuts(heads: int, pairs: int) -> list[tuple[int, int]]:
+    """(heads, lines) of a block, so many pairs of them if that can be, and fewer where they do not fit.
 
     Where lines are pooled they come in twos.
     """
     whole, *others = [divisor for divisor in range(min(heads, pairs), 0, -1) if heads % divisor == 0]
     most = pairs // whole
-    cuts = [(whole, bundles) for bundles in range(most, 0, -1) if bundles in (1, 2, 4, 8, most)]
-    cuts += [(divisor, bundles) for divisor in others for bundles in (2, 1)]
-    return [(heads, bundles * bundle) for heads, bundles in cuts]
+    cuts = [(whole, lines) for lines in range(most, 0, -1) if lines in (1, 2, 4, 8, most)]
+    return cuts + [(divisor, lines) for divisor in others for lines in (2, 1)]
 
 
 def _sums_memory(shape: Shape, features: Mapping[str, bool]) -> int:

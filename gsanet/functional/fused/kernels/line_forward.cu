@@ -34,8 +34,9 @@ constexpr int VALUE_TILES = VALUE_WIDTH / 8;
 constexpr int VALUE_STEPS = SCORE_COLUMNS / ALONG;
 using Sums = float[OWN_PAIRS][VALUE_TILES][4];
 
-// Whole lines are unrolled, and what serves all pixels of a line stays in registers where it fits.
-constexpr bool WHOLE_LINES = LENGTH <= BAND && WARPS % 8 == 0;
+// Whole lines are unrolled, and what serves all pixels of a line stays in registers where it fits. Of bundles nothing serves
+// twice.
+constexpr bool WHOLE_LINES = LENGTH <= BAND && WARPS % 8 == 0 && !BUNDLED;
 constexpr bool WINDOWS_IN_REGISTERS = WHOLE_LINES && WINDOW_REGISTERS <= 28;
 
 struct Values {
@@ -124,12 +125,12 @@ DEVICE void attend(QueryTile queries, const Values (&values)[OWN_PAIRS], T* scor
                    const Lines& lines, const Arguments& arguments, const Context (&contexts)[OWN_PAIRS]) {
   const int warp = warp_index();
   if constexpr (WINDOWS_IN_REGISTERS) {
-    if (X0 + warp < PRODUCTS && is_pixel(X0 + warp)) score_pixel<eight_of(X0)>(scores, warp, queries, X0 + warp, windows);
+    if (X0 + warp < LENGTH) score_pixel<X0 / 8>(scores, warp, queries, X0 + warp, windows);
     if constexpr (WARPS == 8)
-      if (X0 + 8 + warp < PRODUCTS && is_pixel(X0 + 8 + warp)) score_pixel<eight_of(X0 + 8)>(scores, warp + 8, queries, X0 + 8 + warp, windows);
+      if (X0 + 8 + warp < LENGTH) score_pixel<X0 / 8 + 1>(scores, warp + 8, queries, X0 + 8 + warp, windows);
   } else {
     for (int slot = warp; slot < 16; slot += WARPS)
-      if (X0 + slot < PRODUCTS && is_pixel(X0 + slot)) score_pixel(scores, slot, queries, X0 + slot, table, 0);
+      if (X0 + slot < LENGTH) score_pixel(scores, slot, queries, X0 + slot, table, 0);
   }
   block_barrier();
   Sums sums = {};
@@ -141,15 +142,15 @@ DEVICE void attend(QueryTile queries, const Values (&values)[OWN_PAIRS], T* scor
   if constexpr (X0 + 16 < LENGTH) attend<X0 + 16>(queries, values, scores, table, windows, lines, arguments, contexts);
 }
 
-// The same for longer lines.
+// The same for longer lines, and for bundles.
 DEVICE void attend_long(QueryTile queries, ValueTile values, T* scores, const T* table, const Lines& lines,
                         const Arguments& arguments, const Context (&contexts)[OWN_PAIRS]) {
   const int warp = warp_index();
   for (int x0 = 0; x0 < LENGTH; x0 += 16) {
     Sums sums = {};
     for (int band = 0; band < LENGTH; band += BAND) {
-      for (int slot = warp; slot < 16; slot += WARPS)
-        if (x0 + slot < LENGTH) score_pixel(scores, slot, queries, x0 + slot, table, band);
+      for (int slot = warp; slot < SLOTS; slot += WARPS)
+        if (x0 + slot < END && is_pixel(x0 + slot)) score_pixel(scores, slot, queries, x0 + slot, table, band);
       block_barrier();
 #pragma unroll
       for (int own = 0; own < OWN_PAIRS; ++own)

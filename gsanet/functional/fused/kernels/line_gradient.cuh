@@ -55,8 +55,6 @@ constexpr int OWN_PAIRS = (PAIRS + WARPS - 1) / WARPS;
 constexpr int LINE_TILES = TILE_ROWS / 16;
 constexpr int VALUE_TILES = VALUE_WIDTH / 8, QUERY_TILES = QUERY_WIDTH / 8;
 constexpr int X_DEPTH = depth_of<T>(16);  // depth of products over 16 attending pixels or 16 pairs
-// Products for attending pixels; scores of further pixels, if there is room for them, are zeros from the start.
-constexpr int SLOTS = TWO_ROWS || (LENGTH <= 8 && !BUNDLED) ? 8 : 16;
 constexpr int SCORE_EIGHTS = BUNDLED ? 2 : EIGHTS;  // groups of eight columns of scores
 constexpr int WINDOW_ALONG = depth_of<T>(WINDOW_COLUMNS);  // depth of products along a window
 // Whether the compiler may work on the scores of two pixels at once. That mostly costs more registers than there are.
@@ -65,7 +63,7 @@ constexpr bool MIXED_PIXELS = CONTENT_KEYS && VALUE_TILES == 2 && SLOTS == 16;
 // What a warp keeps in registers over all lines, as far as that leaves about 60 for the rest: its sums, the windows of the
 // table that its pixels meet, and the same transposed.
 constexpr int SUM_REGISTERS = 2 * TABLE_EIGHTS * QUERY_TILES + 4 * OWN_PAIRS * LINE_TILES * VALUE_TILES;
-constexpr bool WINDOWS_IN_REGISTERS = SUM_REGISTERS + WINDOW_REGISTERS <= 56;
+constexpr bool WINDOWS_IN_REGISTERS = !BUNDLED && SUM_REGISTERS + WINDOW_REGISTERS <= 56;
 constexpr bool TURNED_IN_REGISTERS =
     !IS_FLOAT<T> && WINDOW_ALONG == 16 && WINDOWS_IN_REGISTERS && SUM_REGISTERS + WINDOW_REGISTERS + TABLE_EIGHTS * QUERY_TILES <= 68;
 
@@ -86,7 +84,9 @@ struct TurnedWindows {
 };
 
 using ValueSums = float[LINE_TILES][VALUE_TILES][4];
-using TableSums = float[TABLE_EIGHTS + 1][QUERY_TILES][2];  // the last one takes what lies past the line
+// Eight offsets and, for each tile, eight channels; of bundles the lane's rows are channels, and its columns offsets. The
+// last one takes what lies past the line, or past the channels.
+using TableSums = float[TABLE_EIGHTS + 1][QUERY_TILES][2];
 
 // 16 rows of S^T from 16 i on, `scores(slot)` being where a row of S begins. If S has only eight more COLUMNS they are read
 // twice, and no sum of the second eight is used: behind them lies the next pair's row, which another warp may be writing.
@@ -138,6 +138,19 @@ template <int EIGHT>
 DEVICE void differentiate_table(TableSums& d_table, T* scores, int slot, QueryTile queries, int x) {
 #pragma unroll
   for (int step = 0; step < 16; step += X_DEPTH) {
+    if constexpr (BUNDLED) {  // turned, as eight offsets would leave half of the products empty
+      const auto score =
+          load_right_transposed<T, X_DEPTH>([&](int member) { return scores_in_window(scores, slot, step + member); });
+#pragma unroll
+      for (int tile = 0; tile < QUERY_TILES; tile += 2) {
+        const bool two = tile + 1 < QUERY_TILES;
+        const auto query = load_left_transposed<T, X_DEPTH>(
+            [&](int member) { return queries_of(queries, step + member, x) + tile * 8; }, two ? 8 : 0);
+        auto &upper = d_table[0][tile], &lower = two ? d_table[0][tile + 1] : d_table[1][0];
+        multiply(upper[0], upper[1], lower[0], lower[1], query, score);
+      }
+      continue;
+    }
     Right<T, X_DEPTH> query[QUERY_TILES];
     load_right_transposed(query, [&](int member) { return queries_of(queries, step + member, x); });
 #pragma unroll
@@ -223,12 +236,12 @@ DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_
     if (warp + own * WARPS < PAIRS)
       differentiate_pair(d_values[own], scores, tiles.values, tiles.gradient, warp + own * WARPS, X0);
   block_barrier();
-  if (X0 + warp < PRODUCTS && is_pixel(X0 + warp)) {
+  if (X0 + warp < (TWO_ROWS ? SLOTS : END) && is_pixel(X0 + warp)) {
     differentiate_table<eight_of(X0)>(d_table, scores, warp, tiles.queries, X0 + warp);
     differentiate_queries<eight_of(X0)>(tiles.queries, scores, warp, X0 + warp, table, turned);
   }
   if constexpr (WARPS == 8 && SLOTS > 8 && (X0 + 8 < LENGTH || BUNDLED))
-    if (X0 + 8 + warp < PRODUCTS && is_pixel(X0 + 8 + warp)) {
+    if (X0 + 8 + warp < END && is_pixel(X0 + 8 + warp)) {
       differentiate_table<eight_of(X0 + 8)>(d_table, scores, warp + 8, tiles.queries, X0 + 8 + warp);
       differentiate_queries<eight_of(X0 + 8)>(tiles.queries, scores, warp + 8, X0 + 8 + warp, table, turned);
     }
@@ -366,13 +379,19 @@ DEVICE void add_warps(float* shared, const TableSums& d_table) {
     if (turn == warp_index())
 #pragma unroll
       for (int eight = 0; eight < TABLE_EIGHTS; ++eight) {
-        const int offset = (eight - (EIGHTS - 1)) * 8 + row - first_pixel_of(turn) + LENGTH - 1;
-        if (offset < 0 || offset >= TABLE_ROWS) continue;
+        const int offset = (eight - (EIGHTS - 1)) * 8 + row - turn + LENGTH - 1;
+        if (!BUNDLED && (offset < 0 || offset >= TABLE_ROWS)) continue;
 #pragma unroll
         for (int tile = 0; tile < QUERY_TILES; ++tile)
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            if (tile * 8 + column + i < KEY) shared[offset * KEY + tile * 8 + column + i] += d_table[eight][tile][i];
+          for (int i = 0; i < 2; ++i) {
+            if constexpr (BUNDLED) {
+              const int offset = column + i - first_pixel_of(turn) + LENGTH - 1, channel = tile * 8 + row;
+              if (offset >= 0 && offset < TABLE_ROWS && channel < KEY) shared[offset * KEY + channel] += d_table[0][tile][i];
+            } else if (tile * 8 + column + i < KEY) {
+              shared[offset * KEY + tile * 8 + column + i] += d_table[eight][tile][i];
+            }
+          }
       }
   }
   block_barrier();

@@ -73,7 +73,7 @@ constexpr int WINDOW_REGISTERS = TABLE_EIGHTS * QUERY_STEPS * static_cast<int>(s
 constexpr bool TWO_ROWS = BUNDLED && PAIRS <= 8;
 DEVICE int pair_of(int member) { return TWO_ROWS ? member % 8 : member; }
 DEVICE int row_of(int member, int slot) { return TWO_ROWS ? slot + member / 8 * 8 : slot; }
-constexpr int PRODUCTS = TWO_ROWS ? 8 : END;
+constexpr int SLOTS = TWO_ROWS || (LENGTH <= 8 && !BUNDLED) ? 8 : 16;  // products for 16 attending pixels, or fewer
 
 template <class QueryTile>
 DEVICE T* queries_of(QueryTile queries, int member, int x) {

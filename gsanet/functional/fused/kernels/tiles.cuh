@@ -140,17 +140,20 @@ struct Piece : Lines {
 };
 
 // [slot][pixel][head][channel], each row of channels padded to WIDTH. Eight heads of one pixel and eight pixels of one
-// head are both read without bank conflicts.
+// head are both read without bank conflicts, and so are eight pairs of few heads and some bundles.
 template <int WIDTH>
 struct Tile {
   static constexpr int HEAD = WIDTH >= 32 ? odd_stride(WIDTH) : WIDTH;
   static constexpr int PIXEL = odd_stride(HEADS * HEAD);
   static constexpr int LINE = LINE_ROWS * PIXEL;
-  static constexpr int SIZE = LINES * LINE;
+  static constexpr int ALL = BUNDLE * LINE + (BUNDLED && HEADS < 8 ? HEADS * PER_ACCESS<T> : 0);  // lines of a bundle
+  static constexpr int SIZE = LINES / BUNDLE * ALL;
 
   T* data;
 
-  DEVICE T* at(int slot, int pixel, int head) const { return data + slot * LINE + pixel * PIXEL + head * HEAD; }
+  DEVICE T* at(int slot, int pixel, int head) const {
+    return data + slot / BUNDLE * ALL + slot % BUNDLE * LINE + pixel * PIXEL + head * HEAD;
+  }
   DEVICE T* of_pair(int pair, int row) const { return at(pair / HEADS * BUNDLE, row, pair % HEADS); }
 };
 
