@@ -80,11 +80,10 @@ class Shape:
     def tile(self, width: int, heads: int, lines: int, length: int) -> int:
         """Scalars of a tile of lines, heads and padded channels."""
         head = self.odd_stride(width) if width >= 32 else width
-        bundle = bundle_of(length, lines)
         row = self.odd_stride(heads * head)
-        if bundle == 1:
+        if lines == 1 or length > 8:
             return lines * _round_up(length, 16) * row
-        return lines // bundle * (16 * row + (heads * 16 // self.size if heads < 8 else 0))
+        return lines // bundle_of(length) * (16 * row + (heads * 16 // self.size if heads < 8 else 0))
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,9 @@ class Launch:
     carveout: int = 100
 
 
-def bundle_of(length: int, lines: int) -> int:
-    """How many lines share the 16 rows of a product, of so many that a block has at once."""
-    if length <= 4 and lines % 4 == 0:
-        return 4
-    return 2 if length <= 8 and lines % 2 == 0 else 1
+def bundle_of(length: int) -> int:
+    """How many lines share the 16 rows of a product."""
+    return 1 if length > 8 else 2 if length > 4 else 4
 
 
 @functools.cache
@@ -123,9 +120,8 @@ def plan_line(
         backward: The gradient's kernel.
         features: The switches of `kernels/line_forward.cu` or `kernels/line_gradient.cuh`, in lower case.
     """
-    bundled = _plan_bundled(machine, shape, length, lines, images, backward, features) if length <= 8 else None
-    if bundled is not None:
-        return bundled
+    if length <= 8:
+        return _plan_bundled(machine, shape, length, lines, images, backward, features)
     if not backward:
         return _plan_whole(machine, shape, length, lines * images, False, features)
     whole = _plan_whole(machine, shape, length, lines * images, True, features) if length <= BAND else None
@@ -141,41 +137,23 @@ def _plan_bundled(
     backward: bool,
     features: Mapping[str, bool],
 ) -> Launch | None:
-    """Blocks that hold bundles of short lines of one image, or None if that would leave multiprocessors idle.
-
-    Where context vectors are larger than lines, a block has few heads and many lines, so that they are read once for all
-    of these.
-    """
-    bundle = bundle_of(length, 4)
+    """Blocks that hold short lines of one image, several in the 16 rows of a product."""
+    bundle, pairs = bundle_of(length), 8
     bundles = -(-lines // bundle)  # of an image
-    if bundles * images * shape.heads < 8 * machine.multiprocessors:
-        return None
-    wide = max(shape.key, shape.value) > 32
-    together = 1
-    if wide and any(features.get(name) for name in ("content", "content_queries", "content_keys")):
-        together = 4 if bundles >= 4 else bundles
-    for heads, times in _cuts(shape.heads, 8 // together):
-        if together * times > bundles:
-            continue
-        at_once = bundle * together * times
-        shared = _line_memory(shape, length, heads, at_once, backward, features.get("content_keys", False))
+    while not backward and pairs > 1 and bundles * images * shape.heads < pairs * machine.multiprocessors:
+        pairs //= 2
+    for heads, lines_at_once in _bundled_cuts(shape, pairs, bundles, bundle, features):
+        shared = _line_memory(shape, length, heads, lines_at_once, backward, features.get("content_keys", False))
         shared += 8 * _sums_memory(shape, features) if backward else 0
-        if shared <= machine.shared_memory:
-            most = _most_bundled_blocks(shape, backward, features)
-            cut = (length, heads, at_once, 8, max(1, min(machine.blocks_of(shared), most)))
-            entry = "line_backward" if backward else "line_forward"
-            return _launch_lines(machine, shape, entry, cut, lines * images, shared, features)
+        if shared > machine.shared_memory:
+            continue
+        chosen = _bundled_warps(shape, backward, features, machine.blocks_of(shared))
+        if chosen is None:
+            return None
+        entry = "line_backward" if backward else "line_forward"
+        cut = (length, heads, lines_at_once, *chosen)
+        return _launch_lines(machine, shape, entry, cut, images * -(-lines // lines_at_once), shared, features)
     return None
-
-
-def _most_bundled_blocks(shape: Shape, backward: bool, features: Mapping[str, bool]) -> int:
-    """Blocks on a multiprocessor that leave enough registers."""
-    widest = max(shape.padded(shape.key), shape.padded(shape.value))
-    if backward:
-        return 3 if widest <= 32 else 2 if widest <= 64 else 1
-    if widest <= 32:
-        return 5
-    return 3 if features.get("statistics") or widest > 64 else 4
 
 
 def _plan_whole(
@@ -201,7 +179,8 @@ def _plan_whole(
             return None
         entry = "line_backward" if backward else "line_forward"
         cut = (length, heads, lines_at_once, *chosen)
-        return _launch_lines(machine, shape, entry, cut, lines, shared + chosen[0] * sums, features)
+        items = -(-lines // lines_at_once)
+        return _launch_lines(machine, shape, entry, cut, items, shared + chosen[0] * sums, features)
     return None
 
 
@@ -219,18 +198,19 @@ def _plan_pieces(
         for heads, lines_at_once in _cuts(shape.heads, 16):
             if features.get("pool") and lines_at_once % 2:
                 continue
-            items = -(-lines // lines_at_once) * (shape.heads // heads)
+            items = -(-lines // lines_at_once)
             for piece in _pieces(length, shortest):
                 shared = _pieces_memory(shape, piece, heads, lines_at_once)
                 if shared + 16 * sums > machine.shared_memory:
                     continue
                 # Where each multiprocessor has one block at most, one that needs the room of two is faster.
-                fitting = 1 if items <= machine.multiprocessors else machine.blocks_of(shared + 8 * sums)
+                few = items * (shape.heads // heads) <= machine.multiprocessors
+                fitting = 1 if few else machine.blocks_of(shared + 8 * sums)
                 chosen = _backward_warps(shape, piece, heads * lines_at_once, fitting, content_keys)
                 if chosen is not None:
                     cut = (piece, heads, lines_at_once, *chosen)
                     shared += chosen[0] * sums
-                    return _launch_lines(machine, shape, "line_backward_pieces", cut, lines, shared, features)
+                    return _launch_lines(machine, shape, "line_backward_pieces", cut, items, shared, features)
     return None
 
 
@@ -245,11 +225,14 @@ def _launch_lines(
     shape: Shape,
     entry: str,
     cut: tuple[int, int, int, int, int],
-    lines: int,
+    items: int,
     shared: int,
     features: Mapping[str, bool],
 ) -> Launch:
-    """A kernel of lines; `cut` is (pixels that a block holds, heads, lines at once, warps, blocks)."""
+    """A kernel of lines; `cut` is (pixels that a block holds, heads, lines at once, warps, blocks).
+
+    `items` is how many times so many lines there are.
+    """
     length, heads, lines_at_once, warps, blocks = cut
     kernel = specialise(
         f"{entry}.cu",
@@ -268,7 +251,7 @@ def _launch_lines(
     )
     groups = shape.heads // heads
     persistent = max(1, machine.multiprocessors * blocks // groups)
-    return Launch(kernel, (min(-(-lines // lines_at_once), persistent), groups), 32 * warps, shared)
+    return Launch(kernel, (min(items, persistent), groups), 32 * warps, shared)
 
 
 def _most_pairs(shape: Shape, length: int, backward: bool, features: Mapping[str, bool]) -> int:
@@ -277,9 +260,7 @@ def _most_pairs(shape: Shape, length: int, backward: bool, features: Mapping[str
     What is faster was measured, in bfloat16, at the shapes of the networks (`benchmarks/plans.py`).
     """
     widest = max(shape.key, shape.value)
-    if backward and length <= 8 and widest > 32:
-        few = length % 4 == 0 or not features.get("content_keys")
-    elif backward:
+    if backward:
         few = length <= SHORT and widest == 32 and features.get("pool", False) and not features.get("content_keys")
     else:
         few = length <= SHORT and widest * length > 256
@@ -297,6 +278,22 @@ def _cuts(heads: int, pairs: int) -> list[tuple[int, int]]:
     return cuts + [(divisor, lines) for divisor in others for lines in (2, 1)]
 
 
+def _bundled_cuts(
+    shape: Shape, pairs: int, bundles: int, bundle: int, features: Mapping[str, bool]
+) -> list[tuple[int, int]]:
+    """The same for lines of an image that come in so many bundles.
+
+    Wide heads have context vectors that are larger than lines. There a block rather has few heads, and many lines that
+    read the same vectors at the same time.
+    """
+    content = any(features.get(name) for name in ("content", "content_queries", "content_keys"))
+    together = min(4, pairs) if content and max(shape.key, shape.value) > 32 else 1
+    while together > bundles:
+        together //= 2
+    cuts = [(heads, times * together) for heads, times in _cuts(shape.heads, pairs // together)]
+    return [(heads, number * bundle) for heads, number in cuts if number <= bundles]
+
+
 def _sums_memory(shape: Shape, features: Mapping[str, bool]) -> int:
     """Bytes for each warp of the gradient's sums of channels."""
     return 32 * 8 * 16 // shape.size if features.get("statistics") else 0
@@ -310,11 +307,10 @@ def _pieces_memory(shape: Shape, length: int, heads: int, lines: int) -> int:
 
 def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bool, content_keys: bool) -> int:
     query, value = shape.padded(shape.key), shape.padded(shape.value)
-    attended, bundle = min(length, BAND), bundle_of(length, lines)
-    columns = 16 if bundle > 1 else _round_up(attended, 16 if shape.size == 2 and attended > 8 else 8)
-    pairs = 8 if bundle > 1 and lines // bundle * heads <= 8 else 16
+    attended, pairs = min(length, BAND), 8 if length <= 8 else 16
+    columns = _round_up(attended, 16 if shape.size == 2 or attended <= 8 else 8)
     scores = 16 * shape.odd_stride(pairs * shape.odd_stride(columns)) + 16
-    before = 7 if bundle > 1 else length - 1  # rows of the table
+    before = max(length - 1, 7)  # rows of the table
     table = (before + _round_up(length, BAND if length > BAND else 16)) * shape.odd_stride(query)
     if backward:
         queries = shape.tile(query, heads, lines, length)
@@ -329,11 +325,23 @@ def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bo
     return _round_up(max(scalars * shape.size, 4 * floats, 4 * sums), 16)
 
 
+def _bundled_warps(shape: Shape, backward: bool, features: Mapping[str, bool], fitting: int) -> tuple[int, int] | None:
+    """(warps, blocks on a multiprocessor) of bundles: as many blocks as have registers enough."""
+    widest = max(shape.padded(shape.key), shape.padded(shape.value))
+    if backward:
+        most = 3 if widest <= 32 else 2 if widest <= 64 else 1
+    elif widest <= 32:
+        most = 5
+    else:
+        most = 4 if widest <= 64 and not features.get("statistics") else 3
+    return 8, min(fitting, most)
+
+
 def _forward_warps(shape: Shape, length: int, fitting: int) -> tuple[int, int]:
     """(warps, blocks on a multiprocessor): fewer blocks leave more registers to those with wide heads."""
     widest = max(shape.padded(shape.key), shape.padded(shape.value))
     if widest > 32:
-        most = 3 if length <= 8 else 2
+        most = 2
     elif length <= SHORT:
         most = 4
     else:
@@ -352,7 +360,7 @@ def _backward_warps(shape: Shape, length: int, pairs: int, fitting: int, content
     choices = [(8, 2, 70), (16, 1, 82 if content_keys else 96), (8, 1, 190)]
     if content_keys and pairs <= 8:
         choices = choices[2:]
-    elif content_keys and shape.padded(shape.value) >= 32 and length > 8:
+    elif content_keys and shape.padded(shape.value) >= 32:
         choices[:2] = choices[1::-1]
     for warps, blocks, registers in choices:
         if blocks <= fitting and table + values * -(-pairs // warps) <= registers:

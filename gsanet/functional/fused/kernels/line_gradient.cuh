@@ -77,22 +77,22 @@ struct TurnedWindows {
 #pragma unroll
       for (int tile = 0; tile < QUERY_TILES; ++tile)
         words[eight][tile] = load_right_transposed<T, 8>([&](int row) {
-          const int offset = 8 * (eight - EIGHTS + 1) + row - first_pixel_of(warp_index()) + MIDDLE;
+          const int offset = 8 * (eight - EIGHTS + 1) + row - warp_index() + LENGTH - 1;
           return table + (offset > 0 ? offset : 0) * TABLE_STRIDE + tile * 8;
         }).words[0];
   }
 };
 
 using ValueSums = float[LINE_TILES][VALUE_TILES][4];
-// Eight offsets and, for each tile, eight channels; of bundles the lane's rows are channels, and its columns offsets. The
-// last one takes what lies past the line, or past the channels.
+// Groups of eight offsets, and of eight channels; the last one takes what lies past the line, or past the channels. A lane's
+// row is an offset and its columns are channels; of bundles it is the other way round.
 using TableSums = float[TABLE_EIGHTS + 1][QUERY_TILES][2];
 
-// 16 rows of S^T from 16 i on, `scores(slot)` being where a row of S begins. If S has only eight more COLUMNS they are read
+// 16 rows of S^T from 16 i on, `scores(slot)` being where a row of S begins. If S has only eight more columns they are read
 // twice, and no sum of the second eight is used: behind them lies the next pair's row, which another warp may be writing.
-template <int COLUMNS, class Row>
+template <class Row>
 DEVICE Left<T, X_DEPTH> load_scores_transposed(Row scores, int i) {
-  return load_left_transposed<T, X_DEPTH>([&](int slot) { return scores(slot) + i * 16; }, i * 16 + 8 < COLUMNS ? 8 : 0);
+  return load_left_transposed<T, X_DEPTH>([&](int slot) { return scores(slot) + i * 16; }, i * 16 + 8 < SCORE_COLUMNS ? 8 : 0);
 }
 
 // dV += S^T dY and dS = dY V^T, for 16 attending pixels from x on of one pair.
@@ -103,8 +103,7 @@ DEVICE void differentiate_pair(ValueSums& d_values, T* scores, ValueTile values,
     load_right_transposed(right, [&](int slot) { return gradient.of_pair(pair, x + step + slot); });
 #pragma unroll
     for (int i = 0; i < LINE_TILES; ++i) {
-      const auto score =
-          load_scores_transposed<SCORE_COLUMNS>([&](int slot) { return scores_of(scores, step + slot, pair); }, i);
+      const auto score = load_scores_transposed([&](int slot) { return scores_of(scores, step + slot, pair); }, i);
 #pragma unroll
       for (int tile = 0; tile < VALUE_TILES; ++tile) multiply(d_values[i][tile], score, right[tile]);
     }
@@ -128,35 +127,37 @@ DEVICE void differentiate_pair(ValueSums& d_values, T* scores, ValueTile values,
   for (int i = 0; i < SCORE_EIGHTS; ++i) {
     const int other = i * 8 + column;
     if (of_one_line(row, other)) store_two(scores_of(scores, row, pair) + other, sums[i][0], sums[i][1]);
-    if constexpr (SLOTS > 8 || BUNDLED)
-      if (of_one_line(row + 8, other)) store_two(scores_of(scores, row + 8, pair) + other, sums[i][2], sums[i][3]);
+    if (of_one_line(row + 8, other)) store_two(scores_of(scores, row + 8, pair) + other, sums[i][2], sums[i][3]);
+  }
+}
+
+// dR^T += Q_x^T dS_x, of bundles: with eight offsets, half of the products of the other way round would be empty.
+DEVICE void differentiate_turned_table(TableSums& d_table, T* scores, int slot, QueryTile queries, int x) {
+#pragma unroll
+  for (int step = 0; step < 16; step += X_DEPTH) {
+    const auto score = load_right_transposed<T, X_DEPTH>([&](int member) { return scores_in_window(scores, slot, step + member); });
+#pragma unroll
+    for (int tile = 0; tile < QUERY_TILES; tile += 2) {
+      const bool both = tile + 1 < QUERY_TILES;
+      const auto query = load_left_transposed<T, X_DEPTH>(
+          [&](int member) { return queries_of(queries, step + member, x) + tile * 8; }, both ? 8 : 0);
+      auto &upper = d_table[0][tile], &lower = both ? d_table[0][tile + 1] : d_table[1][0];
+      multiply(upper[0], upper[1], lower[0], lower[1], query, score);
+    }
   }
 }
 
 // dR += dS_x^T Q_x; EIGHT is x / 8 for the first of the warp's pixels with this x: which registers hold the window.
 template <int EIGHT>
 DEVICE void differentiate_table(TableSums& d_table, T* scores, int slot, QueryTile queries, int x) {
+  if constexpr (BUNDLED) return differentiate_turned_table(d_table, scores, slot, queries, x);
 #pragma unroll
   for (int step = 0; step < 16; step += X_DEPTH) {
-    if constexpr (BUNDLED) {  // turned, as eight offsets would leave half of the products empty
-      const auto score =
-          load_right_transposed<T, X_DEPTH>([&](int member) { return scores_in_window(scores, slot, step + member); });
-#pragma unroll
-      for (int tile = 0; tile < QUERY_TILES; tile += 2) {
-        const bool two = tile + 1 < QUERY_TILES;
-        const auto query = load_left_transposed<T, X_DEPTH>(
-            [&](int member) { return queries_of(queries, step + member, x) + tile * 8; }, two ? 8 : 0);
-        auto &upper = d_table[0][tile], &lower = two ? d_table[0][tile + 1] : d_table[1][0];
-        multiply(upper[0], upper[1], lower[0], lower[1], query, score);
-      }
-      continue;
-    }
     Right<T, X_DEPTH> query[QUERY_TILES];
-    load_right_transposed(query, [&](int member) { return queries_of(queries, step + member, x); });
+    load_right_transposed(query, [&](int pair) { return queries_of(queries, step + pair, x); });
 #pragma unroll
     for (int i = 0; i < LINE_TILES; ++i) {
-      const auto score =
-          load_scores_transposed<WINDOW_COLUMNS>([&](int member) { return scores_in_window(scores, slot, step + member); }, i);
+      const auto score = load_scores_transposed([&](int pair) { return scores_of(scores, slot, step + pair); }, i);
       constexpr int LAST = TABLE_EIGHTS;
       const int upper = 2 * i < EIGHTS ? 2 * i - EIGHT + EIGHTS - 1 : LAST;
       const int lower = 2 * i + 1 < EIGHTS ? 2 * i + 1 - EIGHT + EIGHTS - 1 : LAST;
@@ -222,9 +223,9 @@ DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_
   const int warp = warp_index();
   // Past the end of the line too: queries are zero there, and scores must be.
   if constexpr (WINDOWS_IN_REGISTERS) {
-    if (warp < SLOTS) score_pixel<eight_of(X0)>(scores, warp, tiles.queries, X0 + warp, windows);
+    if (warp < SLOTS) score_pixel<X0 / 8>(scores, warp, tiles.queries, X0 + warp, windows);
     if constexpr (WARPS == 8 && SLOTS > 8)
-      score_pixel<eight_of(X0 + 8)>(scores, warp + 8, tiles.queries, X0 + 8 + warp, windows);
+      score_pixel<X0 / 8 + 1>(scores, warp + 8, tiles.queries, X0 + 8 + warp, windows);
   } else {
 #pragma unroll
     for (int slot = 0; slot < SLOTS; slot += WARPS)
@@ -236,14 +237,14 @@ DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_
     if (warp + own * WARPS < PAIRS)
       differentiate_pair(d_values[own], scores, tiles.values, tiles.gradient, warp + own * WARPS, X0);
   block_barrier();
-  if (X0 + warp < (TWO_ROWS ? SLOTS : END) && is_pixel(X0 + warp)) {
-    differentiate_table<eight_of(X0)>(d_table, scores, warp, tiles.queries, X0 + warp);
-    differentiate_queries<eight_of(X0)>(tiles.queries, scores, warp, X0 + warp, table, turned);
+  if (X0 + warp < (BUNDLED ? SLOTS : LENGTH) && is_pixel(X0 + warp)) {
+    differentiate_table<X0 / 8>(d_table, scores, warp, tiles.queries, X0 + warp);
+    differentiate_queries<X0 / 8>(tiles.queries, scores, warp, X0 + warp, table, turned);
   }
-  if constexpr (WARPS == 8 && SLOTS > 8 && (X0 + 8 < LENGTH || BUNDLED))
-    if (X0 + 8 + warp < END && is_pixel(X0 + 8 + warp)) {
-      differentiate_table<eight_of(X0 + 8)>(d_table, scores, warp + 8, tiles.queries, X0 + 8 + warp);
-      differentiate_queries<eight_of(X0 + 8)>(tiles.queries, scores, warp + 8, X0 + 8 + warp, table, turned);
+  if constexpr (WARPS == 8 && X0 + 8 < LENGTH)
+    if (X0 + 8 + warp < LENGTH) {
+      differentiate_table<X0 / 8 + 1>(d_table, scores, warp + 8, tiles.queries, X0 + 8 + warp);
+      differentiate_queries<X0 / 8 + 1>(tiles.queries, scores, warp + 8, X0 + 8 + warp, table, turned);
     }
   warp_barrier();  // the warp's own scores have been read; no other warp reads or writes them before the next barrier
   if constexpr (X0 + 16 < LENGTH)
@@ -386,8 +387,8 @@ DEVICE void add_warps(float* shared, const TableSums& d_table) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             if constexpr (BUNDLED) {
-              const int offset = column + i - first_pixel_of(turn) + LENGTH - 1, channel = tile * 8 + row;
-              if (offset >= 0 && offset < TABLE_ROWS && channel < KEY) shared[offset * KEY + channel] += d_table[0][tile][i];
+              const int turned = column + i - turn + LENGTH - 1, channel = tile * 8 + row;
+              if (turned >= 0 && turned < TABLE_ROWS && channel < KEY) shared[turned * KEY + channel] += d_table[0][tile][i];
             } else if (tile * 8 + column + i < KEY) {
               shared[offset * KEY + tile * 8 + column + i] += d_table[eight][tile][i];
             }

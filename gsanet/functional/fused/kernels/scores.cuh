@@ -5,9 +5,12 @@
 // moved along its row. 16 attending pixels at a time are held in shared memory, [x][pair][i], written a pixel at a time
 // and read a pair at a time; both ways are free of bank conflicts.
 //
-// Of bundles (tiles.cuh) x and i are rows: 16 x 16 scores, all those between different lines zero. Nobody ever writes there.
+// Of bundles (tiles.cuh) x and i are rows: 16 x 16 scores, those between different lines zero, as nobody ever writes there. One
+// product is for two of the rows x, eight apart: they have the same window, which is of eight rows i whatever the length.
 #pragma once
 #include "tiles.cuh"
+
+static_assert(LENGTH > 8 || BUNDLED, "a block has more than one short line");
 
 constexpr int QUERY_WIDTH = padded(KEY);
 constexpr int ATTENDED = LENGTH < BAND ? LENGTH : BAND;  // pixels i that are held at a time: BAND of them, or all
@@ -15,13 +18,13 @@ constexpr int WINDOW_COLUMNS = !IS_FLOAT<T> && ATTENDED > 8 ? round_up(ATTENDED,
 constexpr int SCORE_COLUMNS = BUNDLED ? 16 : WINDOW_COLUMNS;
 constexpr int SCORE_TILES = (ATTENDED + 7) / 8;
 constexpr int SCORE_PAIR = odd_stride(SCORE_COLUMNS);
-constexpr int SCORE_PIXEL = odd_stride((BUNDLED && PAIRS <= 8 ? 8 : 16) * SCORE_PAIR);
+constexpr int SCORE_PIXEL = odd_stride((BUNDLED ? 8 : 16) * SCORE_PAIR);
 constexpr int SCORES_SIZE = 16 * SCORE_PIXEL + 16;
 constexpr int ALONG = depth_of<T>(SCORE_COLUMNS);  // depth of products along i
 
 constexpr int TABLE_STRIDE = odd_stride(QUERY_WIDTH);
 constexpr int TABLE_ROWS = 2 * LENGTH - 1;
-constexpr int MIDDLE = BUNDLED ? 7 : LENGTH - 1;  // the row of offset 0; bundles have windows for eight rows
+constexpr int MIDDLE = BUNDLED ? 7 : LENGTH - 1;  // the row of offset 0
 // The window of the last band reaches past the table: zeros.
 constexpr int TABLE_SIZE = (MIDDLE + round_up(LENGTH, BAND < LENGTH ? BAND : 16)) * TABLE_STRIDE;
 
@@ -37,20 +40,17 @@ DEVICE void copy_table(T* table, const T* rel) {
 
 // Where the window of attending pixel x begins; pixels past the line read some window, and their queries are zero.
 DEVICE const T* window_of(const T* table, int x) {
-  return table + (BUNDLED ? MIDDLE - x % 8 : x < LENGTH ? LENGTH - 1 - x : 0) * TABLE_STRIDE;
+  return table + (BUNDLED ? MIDDLE - x : x < LENGTH ? LENGTH - 1 - x : 0) * TABLE_STRIDE;
 }
 
+constexpr int SLOTS = BUNDLED ? 8 : 16;  // products that give the scores of 16 attending pixels
 constexpr int QUERY_DEPTH = depth_of<T>(QUERY_WIDTH), QUERY_STEPS = QUERY_WIDTH / QUERY_DEPTH;
 constexpr int EIGHTS = (LENGTH + 7) / 8;      // groups of eight pixels on a line
 constexpr int TABLE_EIGHTS = 2 * EIGHTS - 1;  // groups of eight offsets that a warp meets
 
 // A warp owns the attending pixels x with x % WARPS = its number, and WARPS is a multiple of 8. From one of them to the
 // next the window moves by whole groups of eight rows, so a warp meets TABLE_EIGHTS such groups and no others: they stay
-// in registers over all lines. Group e holds the offsets 8 (e - EIGHTS + 1) - warp and the seven after it. Of a bundle, the
-// window is that of its place among eight rows.
-DEVICE int first_pixel_of(int warp) { return BUNDLED ? warp % 8 : warp; }
-constexpr int eight_of(int x) { return BUNDLED ? 0 : x / 8; }
-
+// in registers over all lines. Group e holds the offsets 8 (e - EIGHTS + 1) - warp and the seven after it.
 struct Windows {
   Right<T, QUERY_DEPTH> right[TABLE_EIGHTS][QUERY_STEPS];
 
@@ -60,7 +60,7 @@ struct Windows {
 #pragma unroll
       for (int step = 0; step < QUERY_STEPS; ++step)
         right[eight][step] = load_right<T, QUERY_DEPTH>([&](int row) {
-          const int offset = 8 * (eight - EIGHTS + 1) + row - first_pixel_of(warp_index()) + MIDDLE;
+          const int offset = 8 * (eight - EIGHTS + 1) + row - warp_index() + LENGTH - 1;
           return table + (offset > 0 ? offset : 0) * TABLE_STRIDE + step * QUERY_DEPTH;  // below: of no pixel
         });
   }
@@ -68,23 +68,19 @@ struct Windows {
 
 constexpr int WINDOW_REGISTERS = TABLE_EIGHTS * QUERY_STEPS * static_cast<int>(sizeof(Right<T, QUERY_DEPTH>)) / 4;
 
-// What product number `slot` has as its 16 rows: so many pairs at one pixel. Up to eight pairs of bundles leave room for the
-// row eight further on as well, whose window is the same.
-constexpr bool TWO_ROWS = BUNDLED && PAIRS <= 8;
-DEVICE int pair_of(int member) { return TWO_ROWS ? member % 8 : member; }
-DEVICE int row_of(int member, int slot) { return TWO_ROWS ? slot + member / 8 * 8 : slot; }
-constexpr int SLOTS = TWO_ROWS || (LENGTH <= 8 && !BUNDLED) ? 8 : 16;  // products for 16 attending pixels, or fewer
+// What the 16 members of a product are: pairs, or eight pairs of bundles at one row and again eight rows further on.
+DEVICE int pair_of(int member) { return BUNDLED ? member % 8 : member; }
+DEVICE int rows_on(int member) { return BUNDLED ? member / 8 * 8 : 0; }
 
 template <class QueryTile>
 DEVICE T* queries_of(QueryTile queries, int member, int x) {
   const int pair = pair_of(member);
-  return queries.of_pair(pair < PAIRS ? pair : PAIRS - 1, row_of(member, x));
+  return queries.of_pair(pair < PAIRS ? pair : PAIRS - 1, x + rows_on(member));
 }
 
 // The scores of a member with the pixels of its window.
 DEVICE T* scores_in_window(T* scores, int slot, int member) {
-  const int row = row_of(member, slot);
-  return scores_of(scores, row, pair_of(member)) + (BUNDLED ? row / 8 * 8 : 0);
+  return scores_of(scores, slot + rows_on(member), pair_of(member)) + rows_on(member);
 }
 
 template <class QueryTile>
@@ -98,7 +94,7 @@ DEVICE void store_scores(T* scores, int slot, const float (&sums)[SCORE_TILES][4
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
 #pragma unroll
   for (int tile = 0; tile < SCORE_TILES; ++tile) {
-    if (!of_one_line(slot % 8, tile * 8 + column)) continue;
+    if (!of_one_line(slot, tile * 8 + column)) continue;
     if (pair_of(row) < PAIRS) store_two(scores_in_window(scores, slot, row) + tile * 8 + column, sums[tile][0], sums[tile][1]);
     if (pair_of(row + 8) < PAIRS)
       store_two(scores_in_window(scores, slot, row + 8) + tile * 8 + column, sums[tile][2], sums[tile][3]);

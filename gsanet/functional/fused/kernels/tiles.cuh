@@ -31,11 +31,13 @@ constexpr int padded(int width) { return round_up(width, IS_FLOAT<T> || width <=
 
 // Products have 16 rows. Lines of at most 8 pixels share them: a bundle of lines of one image, one behind the other, is
 // treated as one line of 16 pixels, each of which attends to those of its own line only.
-constexpr int BUNDLE = LENGTH <= 4 && LINES % 4 == 0 ? 4 : LENGTH <= 8 && LINES % 2 == 0 ? 2 : 1;  // lines
+constexpr int BUNDLE = LENGTH > 8 || LINES == 1 ? 1 : LENGTH > 4 ? 2 : 4;  // lines
 constexpr bool BUNDLED = BUNDLE > 1;
+static_assert(LINES % BUNDLE == 0, "whole bundles");
 constexpr int LINE_ROWS = BUNDLED ? 16 / BUNDLE : round_up(LENGTH, 16);  // pixels of a line, padded with zeros
 constexpr int TILE_ROWS = BUNDLE * LINE_ROWS;
 constexpr int PAIRS = LINES / BUNDLE * HEADS;
+static_assert(PAIRS <= (BUNDLED ? 8 : 16), "the rows of a product");
 
 // Rows of a line or a bundle from END on are not pixels, but zeros; of a bundle some before it are not either.
 constexpr int END = BUNDLED ? 16 : LENGTH;
