@@ -109,9 +109,8 @@ def test_pieces_of_a_line():
     """The fewest that fit, of about one length."""
     h200 = Machine(132, 227 * 1024, 228 * 1024)
     for (length, width), piece in {(112, 8): 56, (160, 8): 56, (320, 8): 64, (65, 8): 40, (100, 32): 32}.items():
-        gradient = plan_line(
-            h200, Shape(BF16, 8, width, width, True), length, 1000, 1, backward=True, content_keys=True
-        )
+        shape = Shape(BF16, 8, width, width, True)
+        gradient = plan_line(h200, shape, length, 1000, 1, backward=True, content_keys=True)
         assert dict(gradient.kernel.constants)["LENGTH"] == piece, length
     # One compiled kernel serves lines of many lengths.
     one, other = (

@@ -71,12 +71,12 @@ def test_module(crowded, dtype, batch, dim, size, options):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("size", [(7, 5), (3, 6), (5, 3)])
-def test_a_bad_image_stays_alone(crowded, size, bad):
-    """Products mix the lines of a bundle, and leave zeros in its padding only: neither reaches another image."""
-    shape, good = (9, *size, 4, 12), [1, 2, 4, 5, 7, 8]  # a block has several images, one after the other
+@pytest.mark.parametrize(("size", "width"), [((7, 5), 16), ((3, 6), 16), ((5, 3), 12), ((9, 5), 12)])
+def test_a_bad_image_stays_alone(crowded, size, width, bad):
+    """Whatever mixes the lines of a bundle, or stays in the padding of pixels or channels, reaches no other image."""
+    shape, good = (9, *size, 4, width), [1, 2, 4, 5, 7, 8]  # a block has several images, one after the other
     q, v, d_out = (normal(*shape, dtype=BF16, seed=seed).to(crowded.device) for seed in range(3))
-    rel = normal(2 * size[0] - 1, 12, dtype=BF16).to(crowded.device)
+    rel = normal(2 * size[0] - 1, width, dtype=BF16).to(crowded.device)
 
     def attend(q, v):
         leaves = [tensor.clone().requires_grad_() for tensor in (q, v)]

@@ -72,6 +72,10 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
     block_barrier();
     store_lines<Part::ALL>(tiles, lines, arguments, sums_of_channels);
     block_barrier();
+    if constexpr (KEY < QUERY_WIDTH || VALUE < VALUE_WIDTH) {  // a bad image leaves more than zeros in the padding
+      fill_with_zeros(shared, SCORES);
+      block_barrier();
+    }
   }
   write_table(d_table, reinterpret_cast<float*>(shared), arguments.d_rel);
   if constexpr (STATISTICS)

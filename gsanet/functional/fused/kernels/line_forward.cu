@@ -269,6 +269,10 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
     else
       copy_out<VALUE>(arguments.out, lines, queries, finish);
     block_barrier();
+    if constexpr (KEY < QUERY_WIDTH) {  // a bad image leaves more than zeros in the padding
+      fill_with_zeros(shared, VALUE_TILE);
+      block_barrier();
+    }
   }
   if constexpr (STATISTICS) {
     const ChannelSums<VALUE> sums{reinterpret_cast<float*>(shared)};
