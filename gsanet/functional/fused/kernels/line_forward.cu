@@ -112,7 +112,8 @@ DEVICE void store_output(Sums& sums, QueryTile queries, int x, const Lines& line
 #pragma unroll
     for (int tile = 0; tile < VALUE_TILES; ++tile) {
       const int channel = tile * 8 + column;
-      if (x + row < END && is_pixel(x + row)) store_two(queries.of_pair(pair, x + row) + channel, sums[own][tile][0], sums[own][tile][1]);
+      if (x + row < END && is_pixel(x + row))
+        store_two(queries.of_pair(pair, x + row) + channel, sums[own][tile][0], sums[own][tile][1]);
       if (x + row + 8 < END && is_pixel(x + row + 8))
         store_two(queries.of_pair(pair, x + row + 8) + channel, sums[own][tile][2], sums[own][tile][3]);
     }

@@ -64,8 +64,8 @@ constexpr bool MIXED_PIXELS = CONTENT_KEYS && VALUE_TILES == 2 && SLOTS == 16;
 // table that its pixels meet, and the same transposed.
 constexpr int SUM_REGISTERS = 2 * TABLE_EIGHTS * QUERY_TILES + 4 * OWN_PAIRS * LINE_TILES * VALUE_TILES;
 constexpr bool WINDOWS_IN_REGISTERS = !BUNDLED && SUM_REGISTERS + WINDOW_REGISTERS <= 56;
-constexpr bool TURNED_IN_REGISTERS =
-    !IS_FLOAT<T> && WINDOW_ALONG == 16 && WINDOWS_IN_REGISTERS && SUM_REGISTERS + WINDOW_REGISTERS + TABLE_EIGHTS * QUERY_TILES <= 68;
+constexpr bool TURNED_IN_REGISTERS = !IS_FLOAT<T> && WINDOW_ALONG == 16 && WINDOWS_IN_REGISTERS &&
+                                     SUM_REGISTERS + WINDOW_REGISTERS + TABLE_EIGHTS * QUERY_TILES <= 68;
 
 // The table's groups of eight rows as the lower or the upper half of a right operand whose sums run across rows.
 struct TurnedWindows {
@@ -135,7 +135,8 @@ DEVICE void differentiate_pair(ValueSums& d_values, T* scores, ValueTile values,
 DEVICE void differentiate_turned_table(TableSums& d_table, T* scores, int slot, QueryTile queries, int x) {
 #pragma unroll
   for (int step = 0; step < 16; step += X_DEPTH) {
-    const auto score = load_right_transposed<T, X_DEPTH>([&](int member) { return scores_in_window(scores, slot, step + member); });
+    const auto score =
+        load_right_transposed<T, X_DEPTH>([&](int member) { return scores_in_window(scores, slot, step + member); });
 #pragma unroll
     for (int tile = 0; tile < QUERY_TILES; tile += 2) {
       const bool both = tile + 1 < QUERY_TILES;

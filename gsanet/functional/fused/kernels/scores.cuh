@@ -5,8 +5,8 @@
 // moved along its row. 16 attending pixels at a time are held in shared memory, [x][pair][i], written a pixel at a time
 // and read a pair at a time; both ways are free of bank conflicts.
 //
-// Of bundles (tiles.cuh) x and i are rows: 16 x 16 scores, those between different lines zero, as nobody ever writes there. One
-// product is for two of the rows x, eight apart: they have the same window, which is of eight rows i whatever the length.
+// Of bundles (tiles.cuh) x and i are rows: 16 x 16 scores, those between different lines zero, as nobody ever writes there.
+// One product is for two rows x, eight apart: they have the same window, which is of eight rows i whatever the length.
 #pragma once
 #include "tiles.cuh"
 

@@ -1,8 +1,9 @@
 // Lines of a map in shared memory, and the way there and back.
 //
 // A block works on LINES lines (columns or rows of the map, LENGTH pixels each) with HEADS heads each: PAIRS pairs of a
-// line, or a bundle of short ones, and a head. The constants in capitals are given on the compiler's command line: SCALAR, LENGTH, HEADS, LINES,
-// WARPS, and VECTOR, whether 16 bytes may be moved at once (all widths, strides and addresses are multiples of that).
+// line, or of a bundle of short ones, and a head. The constants in capitals are given on the compiler's command line:
+// SCALAR, LENGTH, HEADS, LINES, WARPS, and VECTOR, whether 16 bytes may be moved at once (all widths, strides and addresses
+// are multiples of that).
 #pragma once
 #include "fragments.cuh"
 
@@ -30,7 +31,8 @@ constexpr int odd_stride(int width) {
 constexpr int padded(int width) { return round_up(width, IS_FLOAT<T> || width <= 8 ? 8 : 16); }
 
 // Products have 16 rows. Lines of at most 8 pixels share them: a bundle of lines of one image, one behind the other, is
-// treated as one line of 16 pixels, each of which attends to those of its own line only.
+// treated as one line of 16 pixels, each of which attends to those of its own line only. A single line is not bundled: it is
+// what the context vectors' kernels take a map for.
 constexpr int BUNDLE = LENGTH > 8 || LINES == 1 ? 1 : LENGTH > 4 ? 2 : 4;  // lines
 constexpr bool BUNDLED = BUNDLE > 1;
 static_assert(LINES % BUNDLE == 0, "whole bundles");
@@ -142,13 +144,13 @@ struct Piece : Lines {
 };
 
 // [slot][pixel][head][channel], each row of channels padded to WIDTH. Eight heads of one pixel and eight pixels of one
-// head are both read without bank conflicts, and so are eight pairs of few heads and some bundles.
+// head are both read without bank conflicts; of bundles, eight pairs of fewer heads are so too, if heads are wide.
 template <int WIDTH>
 struct Tile {
   static constexpr int HEAD = WIDTH >= 32 ? odd_stride(WIDTH) : WIDTH;
   static constexpr int PIXEL = odd_stride(HEADS * HEAD);
   static constexpr int LINE = LINE_ROWS * PIXEL;
-  static constexpr int ALL = BUNDLE * LINE + (BUNDLED && HEADS < 8 ? HEADS * PER_ACCESS<T> : 0);  // lines of a bundle
+  static constexpr int ALL = BUNDLE * LINE + (BUNDLED && HEADS < 8 ? HEADS * PER_ACCESS<T> : 0);  // that are bundled
   static constexpr int SIZE = LINES / BUNDLE * ALL;
 
   T* data;
