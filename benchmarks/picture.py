@@ -1,6 +1,8 @@
 """Draw a file of results: the ratios beside their goals, one module beside its floor, and how it grows with the map.
 
 python benchmarks/picture.py results/benchmarks/speed-h200.json speed.png
+
+Of several files, the rows of a case are those of the last file that has it: what was measured again since.
 """
 
 import argparse
@@ -14,17 +16,18 @@ OURS, INK, GREY, GREEN = "#bc4c00", "#24292f", "#8c959f", "#1a7f37"
 RIVALS = {"reference": "#0969da", "gsa-pytorch": "#8250df", "softmax attention": GREEN}
 
 
-def draw(report: dict[str, Any], file: Path) -> None:
-    """Draw whatever of it was measured.
+def draw(reports: Sequence[dict[str, Any]], file: Path) -> None:
+    """Draw whatever of them was measured.
 
     Args:
-        report: The content of a file of results.
+        reports: The contents of files of results; of a case that several have, the last one's rows count.
         file: Where to; its ending says the format.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = report["rows"]
+    last = {row["case"]: report for report in reports for row in report["rows"]}
+    rows = [row for report in reports for row in report["rows"] if last[row["case"]] is report]
     goals = [row for row in rows if row["goal"] is not None and row["goal_of"] == "ratio" and row["ratio"] is not None]
     module = [row for row in rows if row["case"] == "module" and row["sides"]]
     scaling = [row for row in rows if row["case"] == "scaling" and row["sides"]]
@@ -46,10 +49,16 @@ def draw(report: dict[str, Any], file: Path) -> None:
                 _module(plot, [row for row in module if row["what"].endswith(f", {what}")], what)
             else:
                 _scaling(plot, [row for row in scaling if row["unit"] == what], what)
+    figure.suptitle("; ".join(_title(report, reports, last) for report in reports), fontsize="small", color=GREY)
+    figure.savefig(file, dpi=150)
+
+
+def _title(report: dict[str, Any], reports: Sequence[dict[str, Any]], last: dict[str, dict[str, Any]]) -> str:
+    """Where and by what it was measured, and from the second file on which cases."""
     facts = report["environment"]
     words = f"{facts['device']}, {report['dtype']}, torch {facts['torch']}, gsanet {facts['commit']}"
-    figure.suptitle(words, fontsize="small", color=GREY)
-    figure.savefig(file, dpi=150)
+    cases = [case for case, owner in last.items() if owner is report]
+    return words if report is reports[0] else f"{', '.join(cases)}: {words}"
 
 
 def _goals(plot: Any, rows: Sequence[dict[str, Any]]) -> None:
@@ -125,10 +134,10 @@ def _scaling(plot: Any, rows: Sequence[dict[str, Any]], unit: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("picture", type=Path)
     arguments = parser.parse_args()
-    draw(read_report(arguments.results), arguments.picture)
+    draw([read_report(file) for file in arguments.results], arguments.picture)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def forced(cut: Cut) -> Iterator[None]:
     """Plans of this cut and no other; more blocks than fit count as none."""
     heads, lines, warps, blocks = cut
 
-    def choose(*arguments: Any) -> tuple[int, int] | None:
+    def choose(*arguments: Any, whole: bool = True) -> tuple[int, int] | None:
         fitting = arguments[2] if len(arguments) == 3 else arguments[3]
         return (warps, blocks) if blocks <= fitting else None
 
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--maps", nargs="+", default=["56x56x64", "28x28x128", "14x14x256", "7x7x512"])
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--pool", action="store_true", help="the module averages 2 x 2 pixels")
-    parser.add_argument("--show", type=int, default=3, help="so many of the fastest")
+    parser.add_argument("--show", type=int, default=3, help="so many of the fastest; 0: only the plan in use")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     for text in options.maps:
@@ -126,7 +126,7 @@ def main() -> None:
         for name, run in kernels(height, width, channels, options.batch, options.pool).items():
             found: dict[Cut, plan.Launch] = {}
             length = height if name.startswith("column") else width
-            for cut in cuts("gradient" in name, length) if name in LINES else ():
+            for cut in cuts("gradient" in name, length) if name in LINES and options.show else ():
                 with forced(cut):
                     if (launch := planned(run)) is not None:
                         found[cut] = launch
@@ -138,8 +138,8 @@ def main() -> None:
             times = milliseconds(runs, "cuda", 0.02, lambda side, error: print(f"  {side}: {one_line(error)}"))
             first = times.pop("as planned")
             fastest = sorted(times.items(), key=lambda item: item[1])[: options.show]
-            others = "; ".join(f"{cut}: {1e3 * time:.0f}" for cut, time in fastest)
-            print(f"{text}, {name}: {1e3 * first:.0f} us as planned; {others}", flush=True)
+            others = "".join(f"; {cut}: {1e3 * time:.0f}" for cut, time in fastest)
+            print(f"{text}, {name}: {1e3 * first:.0f} us as planned{others}", flush=True)
 
 
 def run_with(cut: Cut, run: Run) -> None:

@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             from picture import draw
 
-            draw(report.as_json(), chosen.picture)
+            draw([report.as_json()], chosen.picture)
     for file in (report.file, chosen.markdown, chosen.picture):
         if file is not None:
             console.print(f"written: {file}")

@@ -269,14 +269,24 @@ def content():
 def test_picture(content, tmp_path):
     from picture import draw
 
-    draw(content, tmp_path / "all.png")
+    draw([content], tmp_path / "all.png")
     assert (tmp_path / "all.png").read_bytes()[:4] == b"\x89PNG"
     for case in ("training", "module", "scaling"):
         only = {**content, "rows": [row for row in content["rows"] if row["case"] == case]}
-        draw(only, tmp_path / f"{case}.svg")
+        draw([only], tmp_path / f"{case}.svg")
         assert "<svg" in (tmp_path / f"{case}.svg").read_text()
     with pytest.raises(ValueError, match="nothing to draw"):
-        draw({**content, "rows": []}, tmp_path / "none.png")
+        draw([{**content, "rows": []}], tmp_path / "none.png")
+
+
+def test_picture_of_what_was_measured_again(content, tmp_path, monkeypatch):
+    import picture
+
+    drawn = []
+    monkeypatch.setattr(picture, "_scaling", lambda plot, rows, unit: drawn.append(rows))
+    again = {**content, "rows": [row for row in content["rows"] if row["case"] == "scaling"][:1]}
+    picture.draw([content, again], tmp_path / "both.png")
+    assert drawn == [again["rows"]]
 
 
 def test_command(tmp_path, capsys, monkeypatch):

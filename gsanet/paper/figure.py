@@ -104,10 +104,11 @@ def draw_results(results: Results, folder: Path) -> list[Path]:
     if not settings:
         raise ValueError("nothing to draw: the folder of results holds no two runs to compare (`gsanet paper run`)")
     files: dict[str, Path] = {}
+    lengths: dict[str, str] = {}
     for setting, networks in settings.items():
         dataset, recipe = networks[0][0].dataset, networks[0][0].recipe
         name = f"results-{recipe if recipe.startswith(dataset) else dataset}"
-        if name in files:
+        if lengths.setdefault(name, setting[2]) != setting[2]:
             name += "-" + setting[2].replace(" ", "-").replace(",", "")
         numbered = (name, *(f"{name}-{number}" for number in range(2, len(settings) + 2)))
         name = next(each for each in numbered if each not in files)

@@ -148,7 +148,8 @@ def read_results(folder: Path = FOLDER) -> Results:
         raise ValueError(f"no folder of results at {folder}")
     runs: list[Run] = []
     latencies: list[Latency] = []
-    for file in sorted([*folder.glob("*.json"), *folder.glob("runs/*.json")]):
+    files = [*folder.glob("*.json"), *folder.glob("runs/*.json")]
+    for file in sorted(files, key=lambda file: (file.parent, file.stem)):  # a run comes before its variants, NAME-...
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             if not isinstance(content, dict):

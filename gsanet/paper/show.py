@@ -224,25 +224,27 @@ def show_answers(rows: Sequence[Answer]) -> Iterator[RenderableType]:
 
 def show_choices(rows: Sequence[Choice]) -> Iterator[RenderableType]:
     """The recipes that were tried, and the lines below them."""
-    columns = ("Images", "Epochs", "ResNet-38", "GSA", "Difference", "Mean", "Training loss")
-    table = _table("Top-1 on held-out training images, by recipe", "", columns)
+    columns = ("Images", "Epochs", "Conv.", "GSA", "Ahead", "Mean", "Loss")
+    table = _table("Top-1 of ResNet-38 on held-out training images, by recipe", "", columns)
+    best = max((row.mean for row in rows if row.mean is not None), default=None)
     for row in rows:
         missing = "" if row.alone else NOT_YET
         losses = [NOT_YET if run is None else _figure(training_loss(run), 1, 2) for run in (row.conv, row.gsa)]
         table.add_row(
-            f"{row.network if row.alone else row.training}\n  [dim]choice-*-{row.name}[/]",
+            f"choice-*-{row.name}\n  [dim]{row.network if row.alone else row.training}[/]",
             f"{row.images:,}",
             str(row.epochs),
             missing if row.conv is None else f"{row.conv.top1:.2f}",
             NOT_YET if row.gsa is None else f"{row.gsa.top1:.2f}",
             missing if row.difference is None else f"{row.difference:+.2f}",
-            missing if row.mean is None else f"{row.mean:.2f}",
+            missing if row.mean is None else f"[bold]{row.mean:.2f}[/]" if row.mean == best else f"{row.mean:.2f}",
             losses[1] if row.alone else ", ".join(losses),
         )
     yield table
     if any(row.gsa is None or (row.conv is None and not row.alone) for row in rows):
         yield f"{NOT_YET} not measured here yet: `gsanet paper run 'choice-*'`."
-    yield "A recipe is taken for the higher mean of both networks. Training loss: ResNet-38's, then GSA's."
+    yield "Conv.: with convolutions. Ahead: points that GSA is. Loss: of training, with convolutions, then GSA's."
+    yield "A recipe is taken for the higher mean of both networks."
 
 
 def show_pairs(rows: Sequence[Pair]) -> Iterator[RenderableType]:

@@ -58,5 +58,13 @@ def test_runs_that_were_trained_differently_are_no_seeds_of_each_other(folder):
 
 def test_each_gets_a_picture_of_its_own(folder, tmp_path):
     pictures = draw_results(read_results(folder), tmp_path)
-    assert [file.name for file in pictures] == ["results-tinyimagenet.png", "results-tinyimagenet-20-epochs.png"]
+    assert [file.name for file in pictures] == ["results-tinyimagenet.png", "results-tinyimagenet-2.png"]
     assert all(file.read_bytes()[:4] == b"\x89PNG" for file in pictures)
+    for name, model in (("e", "conv_resnet38"), ("f", "gsa_resnet38")):
+        write(folder, **{name: {**RUN, "run": name, "model": model, "length": "9 epochs"}})
+    assert draw_results(read_results(folder), tmp_path)[2].name == "results-tinyimagenet-9-epochs.png"
+
+
+def test_a_run_comes_before_its_variants(tmp_path):
+    write(tmp_path, **{name: {**RUN, "run": name} for name in ("net-light", "net", "net-seed1")})
+    assert [run.run for run in read_results(tmp_path).runs] == ["net", "net-light", "net-seed1"]

@@ -172,7 +172,7 @@ def _plan_whole(
             continue
         fitting = machine.blocks_of(shared + 8 * sums)
         if backward:
-            chosen = _backward_warps(shape, length, heads * lines_at_once, fitting, features.get("content_keys", False))
+            chosen = _backward_warps(shape, length, heads * lines_at_once, fitting, features)
         else:
             chosen = _forward_warps(shape, length, fitting)
         if chosen is None:
@@ -192,7 +192,6 @@ def _plan_pieces(
     Rather blocks that fill their products than long pieces, but what each pair of pieces costs besides its products
     wants these not too short.
     """
-    content_keys = features.get("content_keys", False)
     sums = _sums_memory(shape, features)
     for shortest in (SHORT_PIECE, 16):
         for heads, lines_at_once in _cuts(shape.heads, 16):
@@ -203,10 +202,8 @@ def _plan_pieces(
                 shared = _pieces_memory(shape, piece, heads, lines_at_once)
                 if shared + 16 * sums > machine.shared_memory:
                     continue
-                # Where each multiprocessor has one block at most, one that needs the room of two is faster.
-                few = items * (shape.heads // heads) <= machine.multiprocessors
-                fitting = 1 if few else machine.blocks_of(shared + 8 * sums)
-                chosen = _backward_warps(shape, piece, heads * lines_at_once, fitting, content_keys)
+                fitting = machine.blocks_of(shared + 8 * sums)
+                chosen = _backward_warps(shape, piece, heads * lines_at_once, fitting, features, whole=False)
                 if chosen is not None:
                     cut = (piece, heads, lines_at_once, *chosen)
                     shared += chosen[0] * sums
@@ -349,16 +346,22 @@ def _forward_warps(shape: Shape, length: int, fitting: int) -> tuple[int, int]:
     return 8, max(1, min(fitting, most))
 
 
-def _backward_warps(shape: Shape, length: int, pairs: int, fitting: int, content_keys: bool) -> tuple[int, int] | None:
+def _backward_warps(
+    shape: Shape, length: int, pairs: int, fitting: int, features: Mapping[str, bool], *, whole: bool = True
+) -> tuple[int, int] | None:
     """The same for the gradient, whose sums stay in registers; None if there are too many.
 
-    The limits are those under which little is spilled; where one block fits, 16 warps are faster than 8 if it is so.
+    The limits are those under which little is spilled; where one block of whole lines fits, 16 warps are faster than 8
+    if it is so. Of pieces of lines (`whole=False`) one block of 8 warps is faster than two of them, and than one of 16.
     """
+    content_keys = features.get("content_keys", False)
     eights, tiles = -(-length // 8), _round_up(length, 16) // 16
     table = (2 * eights - 1) * shape.padded(shape.key) // 8 * 2
     values = tiles * shape.padded(shape.value) // 8 * 4
     choices = [(8, 2, 70), (16, 1, 82 if content_keys else 96), (8, 1, 190)]
-    if content_keys and pairs <= 8:
+    if not whole:
+        choices = choices[:0:-1]
+    elif content_keys and pairs <= 8:
         choices = choices[2:]
     elif content_keys and shape.padded(shape.value) >= 32:
         choices[:2] = choices[1::-1]
