@@ -285,10 +285,11 @@ def _bundled_cuts(
     """
     content = any(features.get(name) for name in ("content", "content_queries", "content_keys"))
     together = min(4, pairs) if content and max(shape.key, shape.value) > 32 else 1
-    while together > bundles:
+    cuts = []
+    while together:
+        cuts += [(heads, times * together) for heads, times in _cuts(shape.heads, pairs // together)]
         together //= 2
-    cuts = [(heads, times * together) for heads, times in _cuts(shape.heads, pairs // together)]
-    return [(heads, number * bundle) for heads, number in cuts if number <= bundles]
+    return [(heads, number * bundle) for heads, number in cuts if number <= bundles and heads * number <= pairs]
 
 
 def _sums_memory(shape: Shape, features: Mapping[str, bool]) -> int:

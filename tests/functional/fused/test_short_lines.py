@@ -34,16 +34,14 @@ def crowded(kernels):
         (FLOAT, (2, 5, 2), 8, 8, 8, "row"),
         (HALF, (2, 3, 7), 8, 8, 8, "column"),
         (BF16, (3, 7, 4), 8, 16, 16, "row"),
-        (FLOAT, (1, 5, 9), 4, 8, 12, "column"),
         (HALF, (2, 3, 6), 8, 16, 8, "row"),
         (BF16, (3, 7, 7), 8, 8, 8, "column"),
-        (FLOAT, (2, 5, 8), 8, 8, 8, "row"),
+        (FLOAT, (2, 5, 8), 4, 8, 12, "row"),
         # Padded heads, numbers of them that leave places of a product empty, a single line and many.
-        (FLOAT, (2, 5, 3), 5, 9, 20, "row"),
-        (BF16, (2, 8, 3), 6, 12, 4, "column"),
+        (FLOAT, (2, 7, 5), 5, 9, 20, "row"),
+        (BF16, (2, 8, 25), 6, 12, 4, "column"),
         (BF16, (3, 1, 8), 1, 4, 24, "row"),
         (BF16, (1, 4, 4), 2, 64, 40, "column"),
-        (BF16, (1, 8, 25), 8, 8, 8, "column"),
     ],
 )
 def test_positional_attention(crowded, dtype, size, heads, key, value, axis):
@@ -57,7 +55,6 @@ def test_positional_attention(crowded, dtype, size, heads, key, value, axis):
     [
         (HALF, 3, 64, (4, 7), {}),
         (BF16, 2, 64, (6, 4), {"stride": 2}),  # the last two of eight lines do not exist
-        (BF16, 2, 32, (2, 12), {"num_heads": 4, "stride": 2}),  # rows are longer
         (BF16, 2, 128, (7, 5), {"num_heads": 2}),  # few heads and many lines: context vectors are larger than lines
         (BF16, 1, 96, (8, 6), ROW | {"num_heads": 2, "stride": 2}),
         (FLOAT, 2, 20, (3, 5), COLUMN | {"num_heads": 3, "dim_key": 15, "dim_out": 30}),  # moved one at a time
