@@ -66,10 +66,16 @@ def kernels(height: int, width: int, channels: int, batch: int, pool: bool) -> d
     }  # fmt: skip
 
 
-def cuts(backward: bool) -> Iterator[Cut]:
+def cuts(backward: bool, length: int) -> Iterator[Cut]:
     """All that the kernels' sources allow, whether they fit or not."""
-    shares = [(heads, lines) for heads, lines in itertools.product((8, 4, 2), (1, 2, 4, 8)) if heads * lines in (8, 16)]
-    loads = [(8, 1), (8, 2), (16, 1)] if backward else [(8, 2), (8, 3), (8, 4)]
+    if length <= 8:
+        shares = [(heads, 8 // heads * plan.bundle_of(length)) for heads in (8, 4, 2, 1)]
+        loads = [(8, blocks) for blocks in (range(1, 5) if backward else range(2, 7))]
+    else:
+        shares = [
+            (heads, lines) for heads, lines in itertools.product((8, 4, 2), (1, 2, 4, 8)) if heads * lines in (8, 16)
+        ]
+        loads = [(8, 1), (8, 2), (16, 1)] if backward else [(8, 2), (8, 3), (8, 4)]
     for share, load in itertools.product(shares, loads):
         yield *share, *load
 
@@ -83,8 +89,14 @@ def forced(cut: Cut) -> Iterator[None]:
         fitting = arguments[2] if len(arguments) == 3 else arguments[3]
         return (warps, blocks) if blocks <= fitting else None
 
+    def share(*_: Any) -> list[tuple[int, int]]:
+        return [(heads, lines)]
+
     plan.plan_line.cache_clear()
-    with mock.patch.multiple(plan, _cuts=lambda *_: [(heads, lines)], _backward_warps=choose, _forward_warps=choose):
+    with (
+        mock.patch.multiple(plan, _cuts=share, _backward_warps=choose, _forward_warps=choose),
+        mock.patch.multiple(plan, _bundled_cuts=share, _bundled_warps=choose),
+    ):
         yield
     plan.plan_line.cache_clear()
 
@@ -113,7 +125,8 @@ def main() -> None:
         height, width, channels = map(int, text.split("x"))
         for name, run in kernels(height, width, channels, options.batch, options.pool).items():
             found: dict[Cut, plan.Launch] = {}
-            for cut in cuts("gradient" in name) if name in LINES and options.show else ():
+            length = height if name.startswith("column") else width
+            for cut in cuts("gradient" in name, length) if name in LINES and options.show else ():
                 with forced(cut):
                     if (launch := planned(run)) is not None:
                         found[cut] = launch

@@ -117,7 +117,7 @@ def _fits(
 ) -> bool:
     machine, shape = calls.machine(torch.device("cuda", device)), Shape(dtype, heads, key, value, vector=False)
     length = height if axis == "column" else width
-    plan = plan_line(machine, shape, length, 1, backward=backward, pool=pool, content_keys=content_keys)
+    plan = plan_line(machine, shape, length, 1, 1, backward=backward, pool=pool, content_keys=content_keys)
     return plan is not None
 
 
@@ -128,10 +128,10 @@ def _fits_module(
     machine, shape = calls.machine(torch.device("cuda", device)), Shape(dtype, heads, key, value, vector=False)
     pool = stride == 2
     plans = (
-        plan_line(machine, shape, height, 1, backward=False, statistics=True),
-        plan_line(machine, shape, width, 1, backward=False, norm_values=True, content=True, pool=pool),
-        plan_line(machine, shape, width, 1, backward=True, statistics=True, pool=pool),
-        plan_line(machine, shape, height, 1, backward=True, content_keys=True),
+        plan_line(machine, shape, height, 1, 1, backward=False, statistics=True),
+        plan_line(machine, shape, width, 1, 1, backward=False, norm_values=True, content=True, pool=pool),
+        plan_line(machine, shape, width, 1, 1, backward=True, statistics=True, pool=pool),
+        plan_line(machine, shape, height, 1, 1, backward=True, content_keys=True),
     )
     return all(plan is not None for plan in plans)
 

@@ -80,7 +80,10 @@ class Shape:
     def tile(self, width: int, heads: int, lines: int, length: int) -> int:
         """Scalars of a tile of lines, heads and padded channels."""
         head = self.odd_stride(width) if width >= 32 else width
-        return lines * _round_up(length, 16) * self.odd_stride(heads * head)
+        row = self.odd_stride(heads * head)
+        if lines == 1 or length > 8:
+            return lines * _round_up(length, 16) * row
+        return lines // bundle_of(length) * (16 * row + (heads * 16 // self.size if heads < 8 else 0))
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,14 @@ class Launch:
     carveout: int = 100
 
 
+def bundle_of(length: int) -> int:
+    """How many lines share the 16 rows of a product."""
+    return 1 if length > 8 else 2 if length > 4 else 4
+
+
 @functools.cache
 def plan_line(
-    machine: Machine, shape: Shape, length: int, lines: int, *, backward: bool, **features: bool
+    machine: Machine, shape: Shape, length: int, lines: int, images: int, *, backward: bool, **features: bool
 ) -> Launch | None:
     """Attention along the lines of a map, or None if a block's part does not fit into shared memory or registers.
 
@@ -107,14 +115,45 @@ def plan_line(
         machine: The GPU.
         shape: The layer.
         length: Pixels on a line.
-        lines: Lines in the whole batch.
+        lines: Lines of an image.
+        images: In the batch.
         backward: The gradient's kernel.
         features: The switches of `kernels/line_forward.cu` or `kernels/line_gradient.cuh`, in lower case.
     """
+    if length <= 8:
+        return _plan_bundled(machine, shape, length, lines, images, backward, features)
     if not backward:
-        return _plan_whole(machine, shape, length, lines, False, features)
-    whole = _plan_whole(machine, shape, length, lines, True, features) if length <= BAND else None
-    return whole or _plan_pieces(machine, shape, length, lines, features)
+        return _plan_whole(machine, shape, length, lines * images, False, features)
+    whole = _plan_whole(machine, shape, length, lines * images, True, features) if length <= BAND else None
+    return whole or _plan_pieces(machine, shape, length, lines * images, features)
+
+
+def _plan_bundled(
+    machine: Machine,
+    shape: Shape,
+    length: int,
+    lines: int,
+    images: int,
+    backward: bool,
+    features: Mapping[str, bool],
+) -> Launch | None:
+    """Blocks that hold short lines of one image, several in the 16 rows of a product."""
+    bundle, pairs = bundle_of(length), 8
+    bundles = -(-lines // bundle)  # of an image
+    while not backward and pairs > 1 and bundles * images * shape.heads < pairs * machine.multiprocessors:
+        pairs //= 2
+    for heads, lines_at_once in _bundled_cuts(shape, pairs, bundles, bundle, features):
+        shared = _line_memory(shape, length, heads, lines_at_once, backward, features.get("content_keys", False))
+        shared += 8 * _sums_memory(shape, features) if backward else 0
+        if shared > machine.shared_memory:
+            continue
+        chosen = _bundled_warps(shape, backward, features, machine.blocks_of(shared))
+        if chosen is None:
+            return None
+        entry = "line_backward" if backward else "line_forward"
+        cut = (length, heads, lines_at_once, *chosen)
+        return _launch_lines(machine, shape, entry, cut, images * -(-lines // lines_at_once), shared, features)
+    return None
 
 
 def _plan_whole(
@@ -140,7 +179,8 @@ def _plan_whole(
             return None
         entry = "line_backward" if backward else "line_forward"
         cut = (length, heads, lines_at_once, *chosen)
-        return _launch_lines(machine, shape, entry, cut, lines, shared + chosen[0] * sums, features)
+        items = -(-lines // lines_at_once)
+        return _launch_lines(machine, shape, entry, cut, items, shared + chosen[0] * sums, features)
     return None
 
 
@@ -157,6 +197,7 @@ def _plan_pieces(
         for heads, lines_at_once in _cuts(shape.heads, 16):
             if features.get("pool") and lines_at_once % 2:
                 continue
+            items = -(-lines // lines_at_once)
             for piece in _pieces(length, shortest):
                 shared = _pieces_memory(shape, piece, heads, lines_at_once)
                 if shared + 16 * sums > machine.shared_memory:
@@ -166,7 +207,7 @@ def _plan_pieces(
                 if chosen is not None:
                     cut = (piece, heads, lines_at_once, *chosen)
                     shared += chosen[0] * sums
-                    return _launch_lines(machine, shape, "line_backward_pieces", cut, lines, shared, features)
+                    return _launch_lines(machine, shape, "line_backward_pieces", cut, items, shared, features)
     return None
 
 
@@ -181,11 +222,14 @@ def _launch_lines(
     shape: Shape,
     entry: str,
     cut: tuple[int, int, int, int, int],
-    lines: int,
+    items: int,
     shared: int,
     features: Mapping[str, bool],
 ) -> Launch:
-    """A kernel of lines; `cut` is (pixels that a block holds, heads, lines at once, warps, blocks)."""
+    """A kernel of lines; `cut` is (pixels that a block holds, heads, lines at once, warps, blocks).
+
+    `items` is how many times so many lines there are.
+    """
     length, heads, lines_at_once, warps, blocks = cut
     kernel = specialise(
         f"{entry}.cu",
@@ -204,7 +248,7 @@ def _launch_lines(
     )
     groups = shape.heads // heads
     persistent = max(1, machine.multiprocessors * blocks // groups)
-    return Launch(kernel, (min(-(-lines // lines_at_once), persistent), groups), 32 * warps, shared)
+    return Launch(kernel, (min(items, persistent), groups), 32 * warps, shared)
 
 
 def _most_pairs(shape: Shape, length: int, backward: bool, features: Mapping[str, bool]) -> int:
@@ -213,9 +257,7 @@ def _most_pairs(shape: Shape, length: int, backward: bool, features: Mapping[str
     What is faster was measured, in bfloat16, at the shapes of the networks (`benchmarks/plans.py`).
     """
     widest = max(shape.key, shape.value)
-    if backward and length <= 8 and widest > 32:
-        few = length % 4 == 0 or not features.get("content_keys")
-    elif backward:
+    if backward:
         few = length <= SHORT and widest == 32 and features.get("pool", False) and not features.get("content_keys")
     else:
         few = length <= SHORT and widest * length > 256
@@ -233,6 +275,23 @@ def _cuts(heads: int, pairs: int) -> list[tuple[int, int]]:
     return cuts + [(divisor, lines) for divisor in others for lines in (2, 1)]
 
 
+def _bundled_cuts(
+    shape: Shape, pairs: int, bundles: int, bundle: int, features: Mapping[str, bool]
+) -> list[tuple[int, int]]:
+    """The same for lines of an image that come in so many bundles.
+
+    Wide heads have context vectors that are larger than lines. There a block rather has few heads, and many lines that
+    read the same vectors at the same time.
+    """
+    content = any(features.get(name) for name in ("content", "content_queries", "content_keys"))
+    together = min(4, pairs) if content and max(shape.key, shape.value) > 32 else 1
+    cuts = []
+    while together:
+        cuts += [(heads, times * together) for heads, times in _cuts(shape.heads, pairs // together)]
+        together //= 2
+    return [(heads, number * bundle) for heads, number in cuts if number <= bundles and heads * number <= pairs]
+
+
 def _sums_memory(shape: Shape, features: Mapping[str, bool]) -> int:
     """Bytes for each warp of the gradient's sums of channels."""
     return 32 * 8 * 16 // shape.size if features.get("statistics") else 0
@@ -246,10 +305,11 @@ def _pieces_memory(shape: Shape, length: int, heads: int, lines: int) -> int:
 
 def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bool, content_keys: bool) -> int:
     query, value = shape.padded(shape.key), shape.padded(shape.value)
-    attended = min(length, BAND)
-    columns = _round_up(attended, 16 if shape.size == 2 and attended > 8 else 8)
-    scores = 16 * shape.odd_stride(16 * shape.odd_stride(columns)) + 16
-    table = (length - 1 + _round_up(length, BAND if length > BAND else 16)) * shape.odd_stride(query)
+    attended, pairs = min(length, BAND), 8 if length <= 8 else 16
+    columns = _round_up(attended, 16 if shape.size == 2 or attended <= 8 else 8)
+    scores = 16 * shape.odd_stride(pairs * shape.odd_stride(columns)) + 16
+    before = max(length - 1, 7)  # rows of the table
+    table = (before + _round_up(length, BAND if length > BAND else 16)) * shape.odd_stride(query)
     if backward:
         queries = shape.tile(query, heads, lines, length)
         values = shape.tile(value, heads, lines, length)
@@ -263,11 +323,23 @@ def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bo
     return _round_up(max(scalars * shape.size, 4 * floats, 4 * sums), 16)
 
 
+def _bundled_warps(shape: Shape, backward: bool, features: Mapping[str, bool], fitting: int) -> tuple[int, int] | None:
+    """(warps, blocks on a multiprocessor) of bundles: as many blocks as have registers enough."""
+    widest = max(shape.padded(shape.key), shape.padded(shape.value))
+    if backward:
+        most = 3 if widest <= 32 else 2 if widest <= 64 else 1
+    elif widest <= 32:
+        most = 5
+    else:
+        most = 4 if widest <= 64 and not features.get("statistics") else 3
+    return 8, min(fitting, most)
+
+
 def _forward_warps(shape: Shape, length: int, fitting: int) -> tuple[int, int]:
     """(warps, blocks on a multiprocessor): fewer blocks leave more registers to those with wide heads."""
     widest = max(shape.padded(shape.key), shape.padded(shape.value))
     if widest > 32:
-        most = 3 if length <= 8 else 2
+        most = 2
     elif length <= SHORT:
         most = 4
     else:
@@ -292,7 +364,7 @@ def _backward_warps(
         choices = choices[:0:-1]
     elif content_keys and pairs <= 8:
         choices = choices[2:]
-    elif content_keys and shape.padded(shape.value) >= 32 and length > 8:
+    elif content_keys and shape.padded(shape.value) >= 32:
         choices[:2] = choices[1::-1]
     for warps, blocks, registers in choices:
         if blocks <= fitting and table + values * -(-pairs // warps) <= registers:

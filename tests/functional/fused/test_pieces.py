@@ -98,10 +98,10 @@ def test_what_is_attended_is_differentiated(machine):
     for (dtype, heads, key, value), pool in itertools.product(shapes, (False, True)):
         shape = Shape(dtype, heads, key, value, vector=False)
         for length in (2, 14, 16, 24, 42, 64, 65, 112, 320):
-            if plan_line(machine, shape, length, 1, backward=False, pool=pool) is None:
+            if plan_line(machine, shape, length, 1, 1, backward=False, pool=pool) is None:
                 continue
             for lines, features in itertools.product((1, 1000), kinds):
-                gradient = plan_line(machine, shape, length, lines, backward=True, pool=pool, **features)
+                gradient = plan_line(machine, shape, length, lines, 8, backward=True, pool=pool, **features)
                 assert gradient is not None, (shape, length, features)
                 assert gradient.shared_bytes <= machine.shared_memory
 
@@ -110,11 +110,12 @@ def test_pieces_of_a_line():
     """The fewest that fit, of about one length."""
     h200 = Machine(132, 227 * 1024, 228 * 1024)
     for (length, width), piece in {(112, 8): 56, (160, 8): 56, (320, 8): 64, (65, 8): 40, (100, 32): 32}.items():
-        gradient = plan_line(h200, Shape(BF16, 8, width, width, True), length, 1000, backward=True, content_keys=True)
+        shape = Shape(BF16, 8, width, width, True)
+        gradient = plan_line(h200, shape, length, 1000, 1, backward=True, content_keys=True)
         assert dict(gradient.kernel.constants)["LENGTH"] == piece, length
     # One compiled kernel serves lines of many lengths.
     one, other = (
-        plan_line(h200, Shape(BF16, 8, 8, 8, True), length, 1000, backward=True).kernel for length in (98, 112)
+        plan_line(h200, Shape(BF16, 8, 8, 8, True), length, 1000, 1, backward=True).kernel for length in (98, 112)
     )
     assert one == other
 

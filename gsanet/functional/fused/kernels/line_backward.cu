@@ -41,11 +41,11 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
   }
   TableSums d_table = {};
 
-  const int items = (arguments.total_lines + LINES - 1) / LINES;
+  const int items = count_items(arguments.total_lines, arguments.lines_per_image);
   const int begin = static_cast<int>(static_cast<long long>(items) * block_index() / block_count());
   const int end = static_cast<int>(static_cast<long long>(items) * (block_index() + 1) / block_count());
   for (int item = begin; item < end; ++item) {
-    lines.move_to(item * LINES);
+    lines.move_to_item(item);
     load_lines<Part::ALL>(tiles, lines, arguments);
     wait_for_copies();
     block_barrier();
@@ -72,6 +72,10 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
     block_barrier();
     store_lines<Part::ALL>(tiles, lines, arguments, sums_of_channels);
     block_barrier();
+    if constexpr (KEY < QUERY_WIDTH || VALUE < VALUE_WIDTH) {  // a bad image leaves more than zeros in the padding
+      fill_with_zeros(shared, SCORES);
+      block_barrier();
+    }
   }
   write_table(d_table, reinterpret_cast<float*>(shared), arguments.d_rel);
   if constexpr (STATISTICS)

@@ -57,11 +57,11 @@ KERNEL(THREADS, BLOCKS) line_backward_pieces(const Arguments arguments) {
     sums_of_channels.set(zeros, zeros);
   }
 
-  const int items = (arguments.total_lines + LINES - 1) / LINES;
+  const int items = count_items(arguments.total_lines, arguments.lines_per_image);
   const int begin = static_cast<int>(static_cast<long long>(items) * block_index() / block_count());
   const int end = static_cast<int>(static_cast<long long>(items) * (block_index() + 1) / block_count());
   for (int item = begin; item < end; ++item) {
-    lines.move_to(item * LINES);
+    lines.move_to_item(item);
     for (int attended = 0; attended < length; attended += LENGTH) {
       lines.begin = attended;
       load_lines<Part::ATTENDED>(tiles, lines, arguments);

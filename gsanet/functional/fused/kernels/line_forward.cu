@@ -34,8 +34,9 @@ constexpr int VALUE_TILES = VALUE_WIDTH / 8;
 constexpr int VALUE_STEPS = SCORE_COLUMNS / ALONG;
 using Sums = float[OWN_PAIRS][VALUE_TILES][4];
 
-// Whole lines are unrolled, and what serves all pixels of a line stays in registers where it fits.
-constexpr bool WHOLE_LINES = LENGTH <= BAND && WARPS % 8 == 0;
+// Whole lines are unrolled, and what serves all pixels of a line stays in registers where it fits. Of bundles nothing serves
+// twice.
+constexpr bool WHOLE_LINES = LENGTH <= BAND && WARPS % 8 == 0 && !BUNDLED;
 constexpr bool WINDOWS_IN_REGISTERS = WHOLE_LINES && WINDOW_REGISTERS <= 28;
 
 struct Values {
@@ -111,8 +112,9 @@ DEVICE void store_output(Sums& sums, QueryTile queries, int x, const Lines& line
 #pragma unroll
     for (int tile = 0; tile < VALUE_TILES; ++tile) {
       const int channel = tile * 8 + column;
-      if (x + row < LENGTH) store_two(queries.of_pair(pair, x + row) + channel, sums[own][tile][0], sums[own][tile][1]);
-      if (x + row + 8 < LENGTH)
+      if (x + row < END && is_pixel(x + row))
+        store_two(queries.of_pair(pair, x + row) + channel, sums[own][tile][0], sums[own][tile][1]);
+      if (x + row + 8 < END && is_pixel(x + row + 8))
         store_two(queries.of_pair(pair, x + row + 8) + channel, sums[own][tile][2], sums[own][tile][3]);
     }
   }
@@ -141,15 +143,15 @@ DEVICE void attend(QueryTile queries, const Values (&values)[OWN_PAIRS], T* scor
   if constexpr (X0 + 16 < LENGTH) attend<X0 + 16>(queries, values, scores, table, windows, lines, arguments, contexts);
 }
 
-// The same for longer lines.
+// The same for longer lines, and for bundles.
 DEVICE void attend_long(QueryTile queries, ValueTile values, T* scores, const T* table, const Lines& lines,
                         const Arguments& arguments, const Context (&contexts)[OWN_PAIRS]) {
   const int warp = warp_index();
   for (int x0 = 0; x0 < LENGTH; x0 += 16) {
     Sums sums = {};
     for (int band = 0; band < LENGTH; band += BAND) {
-      for (int slot = warp; slot < 16; slot += WARPS)
-        if (x0 + slot < LENGTH) score_pixel(scores, slot, queries, x0 + slot, table, band);
+      for (int slot = warp; slot < SLOTS; slot += WARPS)
+        if (x0 + slot < END && is_pixel(x0 + slot)) score_pixel(scores, slot, queries, x0 + slot, table, band);
       block_barrier();
 #pragma unroll
       for (int own = 0; own < OWN_PAIRS; ++own)
@@ -232,12 +234,12 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
     return Moves{[](const T*, int, int) { return Nothing{}; }, change};
   };
 
-  const int items = (arguments.total_lines + LINES - 1) / LINES;
+  const int items = count_items(arguments.total_lines, arguments.lines_per_image);
   // Neighbouring lines go to the same block: they share their image's context vectors.
   const int begin = static_cast<int>(static_cast<long long>(items) * block_index() / block_count());
   const int end = static_cast<int>(static_cast<long long>(items) * (block_index() + 1) / block_count());
   for (int item = begin; item < end; ++item) {
-    lines.move_to(item * LINES);
+    lines.move_to_item(item);
     copy_in<KEY>(queries, arguments.queries, lines);
     if constexpr (NORM_VALUES)
       copy_in<VALUE>(values, arguments.values, lines, scale_and_shift(arguments.norm + first_channel, channels, VALUE));
@@ -268,6 +270,10 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
     else
       copy_out<VALUE>(arguments.out, lines, queries, finish);
     block_barrier();
+    if constexpr (KEY < QUERY_WIDTH) {  // a bad image leaves more than zeros in the padding
+      fill_with_zeros(shared, VALUE_TILE);
+      block_barrier();
+    }
   }
   if constexpr (STATISTICS) {
     const ChannelSums<VALUE> sums{reinterpret_cast<float*>(shared)};

@@ -55,16 +55,17 @@ constexpr int OWN_PAIRS = (PAIRS + WARPS - 1) / WARPS;
 constexpr int LINE_TILES = TILE_ROWS / 16;
 constexpr int VALUE_TILES = VALUE_WIDTH / 8, QUERY_TILES = QUERY_WIDTH / 8;
 constexpr int X_DEPTH = depth_of<T>(16);  // depth of products over 16 attending pixels or 16 pairs
-constexpr int SLOTS = LENGTH <= 8 ? 8 : 16;  // attending pixels with scores; those of the others are zeros from the start
+constexpr int SCORE_EIGHTS = BUNDLED ? 2 : EIGHTS;  // groups of eight columns of scores
+constexpr int WINDOW_ALONG = depth_of<T>(WINDOW_COLUMNS);  // depth of products along a window
 // Whether the compiler may work on the scores of two pixels at once. That mostly costs more registers than there are.
 constexpr bool MIXED_PIXELS = CONTENT_KEYS && VALUE_TILES == 2 && SLOTS == 16;
 
 // What a warp keeps in registers over all lines, as far as that leaves about 60 for the rest: its sums, the windows of the
 // table that its pixels meet, and the same transposed.
 constexpr int SUM_REGISTERS = 2 * TABLE_EIGHTS * QUERY_TILES + 4 * OWN_PAIRS * LINE_TILES * VALUE_TILES;
-constexpr bool WINDOWS_IN_REGISTERS = SUM_REGISTERS + WINDOW_REGISTERS <= 56;
-constexpr bool TURNED_IN_REGISTERS =
-    !IS_FLOAT<T> && ALONG == 16 && WINDOWS_IN_REGISTERS && SUM_REGISTERS + WINDOW_REGISTERS + TABLE_EIGHTS * QUERY_TILES <= 68;
+constexpr bool WINDOWS_IN_REGISTERS = !BUNDLED && SUM_REGISTERS + WINDOW_REGISTERS <= 56;
+constexpr bool TURNED_IN_REGISTERS = !IS_FLOAT<T> && WINDOW_ALONG == 16 && WINDOWS_IN_REGISTERS &&
+                                     SUM_REGISTERS + WINDOW_REGISTERS + TABLE_EIGHTS * QUERY_TILES <= 68;
 
 // The table's groups of eight rows as the lower or the upper half of a right operand whose sums run across rows.
 struct TurnedWindows {
@@ -83,7 +84,9 @@ struct TurnedWindows {
 };
 
 using ValueSums = float[LINE_TILES][VALUE_TILES][4];
-using TableSums = float[TABLE_EIGHTS + 1][QUERY_TILES][2];  // the last one takes what lies past the line
+// Groups of eight offsets, and of eight channels; the last one takes what lies past the line, or past the channels. A lane's
+// row is an offset and its columns are channels; of bundles it is the other way round.
+using TableSums = float[TABLE_EIGHTS + 1][QUERY_TILES][2];
 
 // 16 rows of S^T from 16 i on, `scores(slot)` being where a row of S begins. If S has only eight more columns they are read
 // twice, and no sum of the second eight is used: behind them lies the next pair's row, which another warp may be writing.
@@ -112,29 +115,47 @@ DEVICE void differentiate_pair(ValueSums& d_values, T* scores, ValueTile values,
     left[step] = load_left<T, DEPTH>([&](int row) { return gradient.of_pair(pair, x + row) + step * DEPTH; });
   warp_barrier();  // the scores have been read
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
-  float sums[EIGHTS][4] = {};
+  float sums[SCORE_EIGHTS][4] = {};
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
-    Right<T, DEPTH> right[EIGHTS];
+    Right<T, DEPTH> right[SCORE_EIGHTS];
     load_right(right, [&](int pixel) { return values.of_pair(pair, pixel) + step * DEPTH; });
 #pragma unroll
-    for (int i = 0; i < EIGHTS; ++i) multiply(sums[i], left[step], right[i]);
+    for (int i = 0; i < SCORE_EIGHTS; ++i) multiply(sums[i], left[step], right[i]);
   }
 #pragma unroll
-  for (int i = 0; i < EIGHTS; ++i) {
-    store_two(scores_of(scores, row, pair) + i * 8 + column, sums[i][0], sums[i][1]);
-    if constexpr (SLOTS > 8) store_two(scores_of(scores, row + 8, pair) + i * 8 + column, sums[i][2], sums[i][3]);
+  for (int i = 0; i < SCORE_EIGHTS; ++i) {
+    const int other = i * 8 + column;
+    if (of_one_line(row, other)) store_two(scores_of(scores, row, pair) + other, sums[i][0], sums[i][1]);
+    if (of_one_line(row + 8, other)) store_two(scores_of(scores, row + 8, pair) + other, sums[i][2], sums[i][3]);
+  }
+}
+
+// dR^T += Q_x^T dS_x, of bundles: with eight offsets, half of the products of the other way round would be empty.
+DEVICE void differentiate_turned_table(TableSums& d_table, T* scores, int slot, QueryTile queries, int x) {
+#pragma unroll
+  for (int step = 0; step < 16; step += X_DEPTH) {
+    const auto score =
+        load_right_transposed<T, X_DEPTH>([&](int member) { return scores_in_window(scores, slot, step + member); });
+#pragma unroll
+    for (int tile = 0; tile < QUERY_TILES; tile += 2) {
+      const bool both = tile + 1 < QUERY_TILES;
+      const auto query = load_left_transposed<T, X_DEPTH>(
+          [&](int member) { return queries_of(queries, step + member, x) + tile * 8; }, both ? 8 : 0);
+      auto &upper = d_table[0][tile], &lower = both ? d_table[0][tile + 1] : d_table[1][0];
+      multiply(upper[0], upper[1], lower[0], lower[1], query, score);
+    }
   }
 }
 
 // dR += dS_x^T Q_x; EIGHT is x / 8 for the first of the warp's pixels with this x: which registers hold the window.
 template <int EIGHT>
 DEVICE void differentiate_table(TableSums& d_table, T* scores, int slot, QueryTile queries, int x) {
+  if constexpr (BUNDLED) return differentiate_turned_table(d_table, scores, slot, queries, x);
 #pragma unroll
   for (int step = 0; step < 16; step += X_DEPTH) {
     Right<T, X_DEPTH> query[QUERY_TILES];
-    load_right_transposed(
-        query, [&](int pair) { return queries.of_pair(step + pair < PAIRS ? step + pair : PAIRS - 1, x); });
+    load_right_transposed(query, [&](int pair) { return queries_of(queries, step + pair, x); });
 #pragma unroll
     for (int i = 0; i < LINE_TILES; ++i) {
       const auto score = load_scores_transposed([&](int pair) { return scores_of(scores, slot, step + pair); }, i);
@@ -153,33 +174,35 @@ DEVICE void differentiate_table(TableSums& d_table, T* scores, int slot, QueryTi
 template <int EIGHT>
 DEVICE void differentiate_queries(QueryTile queries, T* scores, int slot, int x, const T* table, const TurnedWindows& turned) {
   float sums[QUERY_TILES][4] = {};
-  Left<T, ALONG> score[SCORE_COLUMNS / ALONG];
+  constexpr int STEPS = WINDOW_COLUMNS / WINDOW_ALONG;
+  Left<T, WINDOW_ALONG> score[STEPS];
 #pragma unroll
-  for (int i = 0; i < SCORE_COLUMNS / ALONG; ++i)
-    score[i] = load_left<T, ALONG>([&](int pair) { return scores_of(scores, slot, pair) + i * ALONG; });
+  for (int i = 0; i < STEPS; ++i)
+    score[i] =
+        load_left<T, WINDOW_ALONG>([&](int member) { return scores_in_window(scores, slot, member) + i * WINDOW_ALONG; });
   if constexpr (TURNED_IN_REGISTERS) {
 #pragma unroll
-    for (int i = 0; i < SCORE_COLUMNS / ALONG; ++i)
+    for (int i = 0; i < STEPS; ++i)
 #pragma unroll
       for (int tile = 0; tile < QUERY_TILES; ++tile) {
-        Right<T, ALONG> right;
+        Right<T, WINDOW_ALONG> right;
 #pragma unroll
-        for (int half = 0; half < ALONG / 8; ++half)
+        for (int half = 0; half < WINDOW_ALONG / 8; ++half)
           right.words[half] = 2 * i + half < EIGHTS ? turned.words[2 * i + half - EIGHT + EIGHTS - 1][tile] : 0u;
         multiply(sums[tile], score[i], right);
       }
   } else if constexpr (QUERY_TILES == 1) {
     const T* window = window_of(table, x);
-    Right<T, ALONG> right[SCORE_COLUMNS / ALONG];
+    Right<T, WINDOW_ALONG> right[STEPS];
     load_right_transposed_long(right, [&](int i) { return window + i * TABLE_STRIDE; });
 #pragma unroll
-    for (int i = 0; i < SCORE_COLUMNS / ALONG; ++i) multiply(sums[0], score[i], right[i]);
+    for (int i = 0; i < STEPS; ++i) multiply(sums[0], score[i], right[i]);
   } else {
     const T* window = window_of(table, x);
 #pragma unroll
-    for (int i = 0; i < SCORE_COLUMNS / ALONG; ++i) {
-      Right<T, ALONG> right[QUERY_TILES];
-      load_right_transposed(right, [&](int step) { return window + (i * ALONG + step) * TABLE_STRIDE; });
+    for (int i = 0; i < STEPS; ++i) {
+      Right<T, WINDOW_ALONG> right[QUERY_TILES];
+      load_right_transposed(right, [&](int step) { return window + (i * WINDOW_ALONG + step) * TABLE_STRIDE; });
 #pragma unroll
       for (int tile = 0; tile < QUERY_TILES; ++tile) multiply(sums[tile], score[i], right[tile]);
     }
@@ -188,8 +211,9 @@ DEVICE void differentiate_queries(QueryTile queries, T* scores, int slot, int x,
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
 #pragma unroll
   for (int tile = 0; tile < QUERY_TILES; ++tile) {
-    if (row < PAIRS) store_two(queries.of_pair(row, x) + tile * 8 + column, sums[tile][0], sums[tile][1]);
-    if (row + 8 < PAIRS) store_two(queries.of_pair(row + 8, x) + tile * 8 + column, sums[tile][2], sums[tile][3]);
+    if (pair_of(row) < PAIRS) store_two(queries_of(queries, row, x) + tile * 8 + column, sums[tile][0], sums[tile][1]);
+    if (pair_of(row + 8) < PAIRS)
+      store_two(queries_of(queries, row + 8, x) + tile * 8 + column, sums[tile][2], sums[tile][3]);
   }
 }
 
@@ -214,7 +238,7 @@ DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_
     if (warp + own * WARPS < PAIRS)
       differentiate_pair(d_values[own], scores, tiles.values, tiles.gradient, warp + own * WARPS, X0);
   block_barrier();
-  if (X0 + warp < LENGTH) {
+  if (X0 + warp < (BUNDLED ? SLOTS : LENGTH) && is_pixel(X0 + warp)) {
     differentiate_table<X0 / 8>(d_table, scores, warp, tiles.queries, X0 + warp);
     differentiate_queries<X0 / 8>(tiles.queries, scores, warp, X0 + warp, table, turned);
   }
@@ -265,8 +289,8 @@ DEVICE void add_content_to_queries(QueryTile queries, ValueTile gradient, int pa
       load_two(lower, sums[2], sums[3]);
       columns.add_products(sums, gradient, pair, i * 16);
       // Rows past the line are padding, which stays zero even if the context vectors are not finite.
-      if (i * 16 + row < LENGTH) store_two(upper, sums[0], sums[1]);
-      if (i * 16 + row + 8 < LENGTH) store_two(lower, sums[2], sums[3]);
+      if (i * 16 + row < END && is_pixel(i * 16 + row)) store_two(upper, sums[0], sums[1]);
+      if (i * 16 + row + 8 < END && is_pixel(i * 16 + row + 8)) store_two(lower, sums[2], sums[3]);
     }
   }
 }
@@ -344,8 +368,8 @@ DEVICE void store_values(ValueTile gradient, const ValueSums& d_values, int pair
     for (int tile = 0; tile < VALUE_TILES; ++tile) {
       const int pixel = i * 16 + row, channel = tile * 8 + column;
       const auto& sums = d_values[i][tile];
-      if (pixel < LENGTH) store_two(gradient.of_pair(pair, pixel) + channel, sums[0], sums[1]);
-      if (pixel + 8 < LENGTH) store_two(gradient.of_pair(pair, pixel + 8) + channel, sums[2], sums[3]);
+      if (pixel < END && is_pixel(pixel)) store_two(gradient.of_pair(pair, pixel) + channel, sums[0], sums[1]);
+      if (pixel + 8 < END && is_pixel(pixel + 8)) store_two(gradient.of_pair(pair, pixel + 8) + channel, sums[2], sums[3]);
     }
 }
 
@@ -358,12 +382,18 @@ DEVICE void add_warps(float* shared, const TableSums& d_table) {
 #pragma unroll
       for (int eight = 0; eight < TABLE_EIGHTS; ++eight) {
         const int offset = (eight - (EIGHTS - 1)) * 8 + row - turn + LENGTH - 1;
-        if (offset < 0 || offset >= TABLE_ROWS) continue;
+        if (!BUNDLED && (offset < 0 || offset >= TABLE_ROWS)) continue;
 #pragma unroll
         for (int tile = 0; tile < QUERY_TILES; ++tile)
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            if (tile * 8 + column + i < KEY) shared[offset * KEY + tile * 8 + column + i] += d_table[eight][tile][i];
+          for (int i = 0; i < 2; ++i) {
+            if constexpr (BUNDLED) {
+              const int turned = column + i - turn + LENGTH - 1, channel = tile * 8 + row;
+              if (turned >= 0 && turned < TABLE_ROWS && channel < KEY) shared[turned * KEY + channel] += d_table[0][tile][i];
+            } else if (tile * 8 + column + i < KEY) {
+              shared[offset * KEY + tile * 8 + column + i] += d_table[eight][tile][i];
+            }
+          }
       }
   }
   block_barrier();

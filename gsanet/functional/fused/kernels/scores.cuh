@@ -4,36 +4,46 @@
 // product of Q_x with a window of rows of the table R, the one that starts at row LENGTH - 1 - x. So no score is ever
 // moved along its row. 16 attending pixels at a time are held in shared memory, [x][pair][i], written a pixel at a time
 // and read a pair at a time; both ways are free of bank conflicts.
+//
+// Of bundles (tiles.cuh) x and i are rows: 16 x 16 scores, those between different lines zero, as nobody ever writes there.
+// One product is for two rows x, eight apart: they have the same window, which is of eight rows i whatever the length.
 #pragma once
 #include "tiles.cuh"
 
+static_assert(LENGTH > 8 || BUNDLED, "a block has more than one short line");
+
 constexpr int QUERY_WIDTH = padded(KEY);
 constexpr int ATTENDED = LENGTH < BAND ? LENGTH : BAND;  // pixels i that are held at a time: BAND of them, or all
-constexpr int SCORE_COLUMNS = !IS_FLOAT<T> && ATTENDED > 8 ? round_up(ATTENDED, 16) : round_up(ATTENDED, 8);
+constexpr int WINDOW_COLUMNS = !IS_FLOAT<T> && ATTENDED > 8 ? round_up(ATTENDED, 16) : round_up(ATTENDED, 8);
+constexpr int SCORE_COLUMNS = BUNDLED ? 16 : WINDOW_COLUMNS;
 constexpr int SCORE_TILES = (ATTENDED + 7) / 8;
 constexpr int SCORE_PAIR = odd_stride(SCORE_COLUMNS);
-constexpr int SCORE_PIXEL = odd_stride(16 * SCORE_PAIR);
+constexpr int SCORE_PIXEL = odd_stride((BUNDLED ? 8 : 16) * SCORE_PAIR);
 constexpr int SCORES_SIZE = 16 * SCORE_PIXEL + 16;
 constexpr int ALONG = depth_of<T>(SCORE_COLUMNS);  // depth of products along i
 
 constexpr int TABLE_STRIDE = odd_stride(QUERY_WIDTH);
 constexpr int TABLE_ROWS = 2 * LENGTH - 1;
+constexpr int MIDDLE = BUNDLED ? 7 : LENGTH - 1;  // the row of offset 0
 // The window of the last band reaches past the table: zeros.
-constexpr int TABLE_SIZE = (LENGTH - 1 + round_up(LENGTH, BAND < LENGTH ? BAND : 16)) * TABLE_STRIDE;
+constexpr int TABLE_SIZE = (MIDDLE + round_up(LENGTH, BAND < LENGTH ? BAND : 16)) * TABLE_STRIDE;
 
 DEVICE T* scores_of(T* scores, int slot, int pair) { return scores + slot * SCORE_PIXEL + pair * SCORE_PAIR; }
 
 // (2 LENGTH - 1, KEY) from global memory, channels and windows padded with zeros.
 DEVICE void copy_table(T* table, const T* rel) {
   for (int i = thread_index(); i < TABLE_SIZE; i += THREADS) {
-    const int row = i / TABLE_STRIDE, channel = i % TABLE_STRIDE;
-    table[i] = row < TABLE_ROWS && channel < KEY ? rel[row * KEY + channel] : T{};
+    const int row = i / TABLE_STRIDE - (MIDDLE - (LENGTH - 1)), channel = i % TABLE_STRIDE;
+    table[i] = (!BUNDLED || row >= 0) && row < TABLE_ROWS && channel < KEY ? rel[row * KEY + channel] : T{};
   }
 }
 
 // Where the window of attending pixel x begins; pixels past the line read some window, and their queries are zero.
-DEVICE const T* window_of(const T* table, int x) { return table + (x < LENGTH ? LENGTH - 1 - x : 0) * TABLE_STRIDE; }
+DEVICE const T* window_of(const T* table, int x) {
+  return table + (BUNDLED ? MIDDLE - x : x < LENGTH ? LENGTH - 1 - x : 0) * TABLE_STRIDE;
+}
 
+constexpr int SLOTS = BUNDLED ? 8 : 16;  // products that give the scores of 16 attending pixels
 constexpr int QUERY_DEPTH = depth_of<T>(QUERY_WIDTH), QUERY_STEPS = QUERY_WIDTH / QUERY_DEPTH;
 constexpr int EIGHTS = (LENGTH + 7) / 8;      // groups of eight pixels on a line
 constexpr int TABLE_EIGHTS = 2 * EIGHTS - 1;  // groups of eight offsets that a warp meets
@@ -58,20 +68,36 @@ struct Windows {
 
 constexpr int WINDOW_REGISTERS = TABLE_EIGHTS * QUERY_STEPS * static_cast<int>(sizeof(Right<T, QUERY_DEPTH>)) / 4;
 
+// What the 16 members of a product are: pairs, or eight pairs of bundles at one row and again eight rows further on.
+DEVICE int pair_of(int member) { return BUNDLED ? member % 8 : member; }
+DEVICE int rows_on(int member) { return BUNDLED ? member / 8 * 8 : 0; }
+
+template <class QueryTile>
+DEVICE T* queries_of(QueryTile queries, int member, int x) {
+  const int pair = pair_of(member);
+  return queries.of_pair(pair < PAIRS ? pair : PAIRS - 1, x + rows_on(member));
+}
+
+// The scores of a member with the pixels of its window.
+DEVICE T* scores_in_window(T* scores, int slot, int member) {
+  return scores_of(scores, slot + rows_on(member), pair_of(member)) + rows_on(member);
+}
+
 template <class QueryTile>
 DEVICE void load_queries(Left<T, QUERY_DEPTH> (&query)[QUERY_STEPS], QueryTile queries, int x) {
 #pragma unroll
   for (int step = 0; step < QUERY_STEPS; ++step)
-    query[step] = load_left<T, QUERY_DEPTH>(
-        [&](int row) { return queries.of_pair(row < PAIRS ? row : PAIRS - 1, x) + step * QUERY_DEPTH; });
+    query[step] = load_left<T, QUERY_DEPTH>([&](int row) { return queries_of(queries, row, x) + step * QUERY_DEPTH; });
 }
 
 DEVICE void store_scores(T* scores, int slot, const float (&sums)[SCORE_TILES][4]) {
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
 #pragma unroll
   for (int tile = 0; tile < SCORE_TILES; ++tile) {
-    if (row < PAIRS) store_two(scores_of(scores, slot, row) + tile * 8 + column, sums[tile][0], sums[tile][1]);
-    if (row + 8 < PAIRS) store_two(scores_of(scores, slot, row + 8) + tile * 8 + column, sums[tile][2], sums[tile][3]);
+    if (!of_one_line(slot, tile * 8 + column)) continue;
+    if (pair_of(row) < PAIRS) store_two(scores_in_window(scores, slot, row) + tile * 8 + column, sums[tile][0], sums[tile][1]);
+    if (pair_of(row + 8) < PAIRS)
+      store_two(scores_in_window(scores, slot, row + 8) + tile * 8 + column, sums[tile][2], sums[tile][3]);
   }
 }
 

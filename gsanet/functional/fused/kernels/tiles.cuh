@@ -1,15 +1,15 @@
 // Lines of a map in shared memory, and the way there and back.
 //
 // A block works on LINES lines (columns or rows of the map, LENGTH pixels each) with HEADS heads each: PAIRS pairs of a
-// line and a head. The constants in capitals are given on the compiler's command line: SCALAR, LENGTH, HEADS, LINES,
-// WARPS, and VECTOR, whether 16 bytes may be moved at once (all widths, strides and addresses are multiples of that).
+// line, or of a bundle of short ones, and a head. The constants in capitals are given on the compiler's command line:
+// SCALAR, LENGTH, HEADS, LINES, WARPS, and VECTOR, whether 16 bytes may be moved at once (all widths, strides and addresses
+// are multiples of that).
 #pragma once
 #include "fragments.cuh"
 
 using T = SCALAR;
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int PAIRS = LINES * HEADS;
 constexpr int ACCESS = VECTOR ? PER_ACCESS<T> : 1;  // scalars that a thread moves at once
 
 DEVICE float infinity() { return bits_float(0x7f800000u); }
@@ -30,7 +30,23 @@ constexpr int odd_stride(int width) {
 // Channels of a head, padded with zeros to what products need.
 constexpr int padded(int width) { return round_up(width, IS_FLOAT<T> || width <= 8 ? 8 : 16); }
 
-constexpr int TILE_ROWS = round_up(LENGTH, 16);  // pixels of a line, padded with zeros
+// Products have 16 rows. Lines of at most 8 pixels share them: a bundle of lines of one image, one behind the other, is
+// treated as one line of 16 pixels, each of which attends to those of its own line only. A single line is not bundled: it is
+// what the context vectors' kernels take a map for.
+constexpr int BUNDLE = LENGTH > 8 || LINES == 1 ? 1 : LENGTH > 4 ? 2 : 4;  // lines
+constexpr bool BUNDLED = BUNDLE > 1;
+static_assert(LINES % BUNDLE == 0, "whole bundles");
+constexpr int LINE_ROWS = BUNDLED ? 16 / BUNDLE : round_up(LENGTH, 16);  // pixels of a line, padded with zeros
+constexpr int TILE_ROWS = BUNDLE * LINE_ROWS;
+constexpr int PAIRS = LINES / BUNDLE * HEADS;
+static_assert(PAIRS <= (BUNDLED ? 8 : 16), "the rows of a product");
+
+// Rows of a line or a bundle from END on are not pixels, but zeros; of a bundle some before it are not either.
+constexpr int END = BUNDLED ? 16 : LENGTH;
+DEVICE bool is_pixel(int row) { return !BUNDLED || row % LINE_ROWS < LENGTH; }
+
+// Whether two rows of a line or a bundle belong to one line.
+DEVICE bool of_one_line(int row, int other) { return !BUNDLED || row / LINE_ROWS == other / LINE_ROWS; }
 
 // A map in global memory: strides, in scalars, from image to image, from line to line and along a line.
 struct Map {
@@ -40,7 +56,16 @@ struct Map {
   int pixel;
 };
 
-// The lines that a block works on at one time. They may belong to different images; some may not exist.
+// How many times LINES lines there are: of each image, where they are bundled, or of the whole batch.
+DEVICE int count_items(int total, int per_image) {
+  if constexpr (BUNDLED)
+    return total / per_image * ((per_image + LINES - 1) / LINES);
+  else
+    return (total + LINES - 1) / LINES;
+}
+
+// The lines that a block works on at one time. They may belong to different images, unless they are bundled; some may not
+// exist.
 struct Lines {
   int total;  // in the whole batch
   int per_image;
@@ -48,17 +73,27 @@ struct Lines {
   int first = 0;  // counted over the whole batch
   int first_image = 0, first_in_image = 0;
 
+  DEVICE void move_to_item(int item) {
+    if constexpr (BUNDLED) {
+      const int items_per_image = (per_image + LINES - 1) / LINES;
+      first_image = item / items_per_image, first_in_image = (item - first_image * items_per_image) * LINES;
+    } else {
+      move_to(item * LINES);
+    }
+  }
+
   DEVICE void move_to(int line) {
     first = line, first_image = line / per_image, first_in_image = line - first_image * per_image;
   }
 
-  DEVICE bool exists(int slot) const { return first + slot < total; }
+  DEVICE bool exists(int slot) const { return BUNDLED ? first_in_image + slot < per_image : first + slot < total; }
   DEVICE bool exists(int slot, int) const { return exists(slot); }  // a pixel: all of a line
 
   // A slot's image, and the line's number in it; of a line that does not exist, those of the first one.
   DEVICE void find(int slot, int& image, int& line) const {
     image = first_image, line = first_in_image + (exists(slot) ? slot : 0);
-    if constexpr (LINES <= 2) {
+    if constexpr (BUNDLED) {
+    } else if constexpr (LINES <= 2) {
       if (line >= per_image) line -= per_image, ++image;
     } else {
       image += line / per_image, line %= per_image;
@@ -76,14 +111,17 @@ struct Lines {
   // The number of a pair's image and head among those of the whole batch.
   DEVICE long long image_head(int pair, int heads) const {
     int image, line;
-    find(pair / HEADS, image, line);
+    find(pair / HEADS * BUNDLE, image, line);
     return static_cast<long long>(image) * heads + first_head + pair % HEADS;
   }
 
   // Lines of the map of 2 x 2 means: a block's lines come in twos of one image.
   DEVICE Lines pooled() const {
     Lines half{total / 2, per_image / 2, first_head};
-    half.move_to(first / 2);
+    if constexpr (BUNDLED)
+      half.first_image = first_image, half.first_in_image = first_in_image / 2;
+    else
+      half.move_to(first / 2);
     return half;
   }
 };
@@ -106,18 +144,21 @@ struct Piece : Lines {
 };
 
 // [slot][pixel][head][channel], each row of channels padded to WIDTH. Eight heads of one pixel and eight pixels of one
-// head are both read without bank conflicts.
+// head are both read without bank conflicts; of bundles, eight pairs of fewer heads are so too, if heads are wide.
 template <int WIDTH>
 struct Tile {
   static constexpr int HEAD = WIDTH >= 32 ? odd_stride(WIDTH) : WIDTH;
   static constexpr int PIXEL = odd_stride(HEADS * HEAD);
-  static constexpr int LINE = TILE_ROWS * PIXEL;
-  static constexpr int SIZE = LINES * LINE;
+  static constexpr int LINE = LINE_ROWS * PIXEL;
+  static constexpr int ALL = BUNDLE * LINE + (BUNDLED && HEADS < 8 ? HEADS * PER_ACCESS<T> : 0);  // that are bundled
+  static constexpr int SIZE = LINES / BUNDLE * ALL;
 
   T* data;
 
-  DEVICE T* at(int slot, int pixel, int head) const { return data + slot * LINE + pixel * PIXEL + head * HEAD; }
-  DEVICE T* of_pair(int pair, int pixel) const { return at(pair / HEADS, pixel, pair % HEADS); }
+  DEVICE T* at(int slot, int pixel, int head) const {
+    return data + slot / BUNDLE * ALL + slot % BUNDLE * LINE + pixel * PIXEL + head * HEAD;
+  }
+  DEVICE T* of_pair(int pair, int row) const { return at(pair / HEADS * BUNDLE, row, pair % HEADS); }
 };
 
 struct alignas(16) Words {
