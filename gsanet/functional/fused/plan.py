@@ -324,14 +324,17 @@ def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bo
 
 
 def _bundled_warps(shape: Shape, backward: bool, features: Mapping[str, bool], fitting: int) -> tuple[int, int] | None:
-    """(warps, blocks on a multiprocessor) of bundles: as many blocks as have registers enough."""
+    """(warps, blocks on a multiprocessor) of bundles: as many blocks as have registers enough.
+
+    Measured at 4x4x512 and 8x8x256 (`benchmarks/plans.py`); a fourth block of the row layer costs a third of its speed
+    at the first of them, a fifth block nothing or a little at the second.
+    """
     widest = max(shape.padded(shape.key), shape.padded(shape.value))
     if backward:
         most = 3 if widest <= 32 else 2 if widest <= 64 else 1
-    elif widest <= 32:
-        most = 5
     else:
-        most = 4 if widest <= 64 and not features.get("statistics") else 3
+        alone = not (features.get("statistics") or features.get("norm_values"))  # with no norm before or behind it
+        most = 4 if widest <= 32 or (widest <= 64 and alone) else 3
     return 8, min(fitting, most)
 
 
