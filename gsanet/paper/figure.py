@@ -12,6 +12,7 @@ from typing import Any
 from gsanet.bench import BenchRow
 from gsanet.models import list_models
 from gsanet.paper.compare import Setting
+from gsanet.paper.matrix import matrix
 from gsanet.paper.printed import Network, printed_tables
 from gsanet.paper.results import Results, Run, plain_network
 from gsanet.paper.tables import alike, summarise
@@ -103,11 +104,16 @@ def draw_results(results: Results, folder: Path) -> list[Path]:
     for same in alike(runs).values():
         settings[summarise(same).setting].append(same)
     settings = {setting: networks for setting, networks in settings.items() if len(networks) > 1}
-    if not settings:
+    places = {name: place for place, name in enumerate(matrix())}
+    found = sorted(  # what the matrix has first is what the tables are made of
+        settings.items(),
+        key=lambda item: min(places.get(run.run, len(places)) for network in item[1] for run in network),
+    )
+    if not found:
         raise ValueError("nothing to draw: the folder of results holds no two runs to compare (`gsanet paper run`)")
     files: dict[str, Path] = {}
     lengths: dict[str, str] = {}
-    for setting, networks in settings.items():
+    for setting, networks in found:
         dataset, recipe = networks[0][0].dataset, networks[0][0].recipe
         name = f"results-{recipe if recipe.startswith(dataset) else dataset}"
         if lengths.setdefault(name, setting[2]) != setting[2]:
