@@ -149,8 +149,8 @@ class Classifier:
     @property
     def num_classes(self) -> int:
         """How many classes it tells apart."""
-        settings: Any = self.model.pretrained_cfg
-        return settings["num_classes"]
+        model: Any = self.model
+        return model.num_classes
 
     def predict(self, images: Sequence[Image.Image], top: int = 5) -> list[tuple[Guess, ...]]:
         """The likeliest classes of each RGB image, the likeliest first."""

@@ -182,8 +182,7 @@ def stress(
         found.append(measure(classifier, batches, changes))
     if skipped := skipped_words(opened[0].bad_files()):
         say(skipped)
-    names = [classifier.name for classifier in classifiers]
-    labels = names if len(set(names)) == len(names) else networks
+    labels = _tell_apart([row.network for row in found], networks)
     if as_json:
         rows = [{"weights": network, **row.to_json()} for network, row in zip(networks, found, strict=True)]
         print(json.dumps({"data": data, "networks": rows}, indent=2))
@@ -193,8 +192,8 @@ def stress(
     if picture is not None:
         from gsanet.stress.figure import draw
 
-        images_seen, _ = next(iter(opened[0].val.batches()))
-        draw(found, labels, images_seen[:1], picture)
+        first, _ = next(iter(opened[0].val.batches()))
+        draw(found, labels, first[:1], picture)
         say(f"Picture: {picture}")
 
 
@@ -290,11 +289,11 @@ def _show_stress(found: Sequence[Any], labels: Sequence[str], data: str) -> Iter
     from gsanet.train.data.sources import data_name
     from gsanet.train.evaluate import overflow_words
 
-    title = f"Top-1 (%) of {found[0].images:,} held-out images of {data_name(data)}"
-    table = Table(title=title, box=None, pad_edge=False, title_justify="left")
+    yield f"Top-1 (%) on {found[0].images:,} held-out images of {escape(data_name(data))}"
+    table = Table(box=None, pad_edge=False)
     table.add_column("Change", no_wrap=True)
     for label in labels:
-        table.add_column(escape(label), justify="right")
+        table.add_column(escape(label), justify="right", overflow="fold")
     for change in found[0].accuracies:
         table.add_row(change, *(_kept(row.accuracies[change]) for row in found))
     yield table
@@ -304,6 +303,12 @@ def _show_stress(found: Sequence[Any], labels: Sequence[str], data: str) -> Iter
         overflowed = sum(accuracy.overflowed for accuracy in row.accuracies.values())
         if overflowed:
             yield f"{escape(label)}, all changes together: {overflow_words(overflowed)}, counted as wrong"
+
+
+def _tell_apart(names: Sequence[str], sources: Sequence[str]) -> Sequence[str]:
+    """The names of networks; where two are the same those of their files, and at last all that was given."""
+    files = [Path(source).resolve().name for source in sources]
+    return next((each for each in (names, files) if len(set(each)) == len(each)), sources)
 
 
 def _kept(accuracy: Any) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Stressed:
 
     def to_json(self) -> dict[str, Any]:
         """With the keys `network`, `images` and `changes` (a list of `change`, `top1`, `kept`, `overflowed`)."""
-        changes = [{"change": name, **vars(found)} for name, found in self.accuracies.items()]
+        changes = [{"change": name, **asdict(found)} for name, found in self.accuracies.items()]
         return {"network": self.network, "images": self.images, "changes": changes}
 
 
