@@ -146,8 +146,8 @@ def stress(
     networks: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Run directories, files of `gsanet pack`, and names of networks with weights in the package, "
-            "which is the default.",
+            help="Run directories, files of `gsanet pack`, names of networks with weights in the package. "
+            "Default: the package's.",
             show_default=False,
         ),
     ] = None,
