@@ -193,7 +193,7 @@ def stress(
         from gsanet.stress.figure import draw
 
         first, _ = next(iter(opened[0].val.batches()))
-        draw(found, labels, first[:1], picture)
+        draw(found, labels, changes, first[:1], picture)
         say(f"Picture: {picture}")
 
 

@@ -1,7 +1,8 @@
 """What is done to images before a network sees them: batches in [0, 1] in, batches in [0, 1] out.
 
 Images are (batch, 3, height, width), and stay so, on their device. Nothing is drawn anew: the same batch always becomes
-the same batch, on any device. Lengths are shares of the side, so that a change looks the same at every image size.
+the same batch, on every device but for rounding. Lengths are shares of the side, so that a change looks the same at
+every image size.
 """
 
 from collections.abc import Callable

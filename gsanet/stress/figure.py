@@ -1,6 +1,6 @@
 """The picture of a stress test: an image under each change, above the accuracies of the networks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,33 +9,34 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torchvision.transforms.v2 import functional as transforms
 
-from gsanet.explain.colours import FAINT, INK, has_large_pixels
-from gsanet.stress.changes import CHANGES
+from gsanet.explain.colours import DISTINCT, FAINT, INK, has_large_pixels
+from gsanet.stress.changes import Change
 from gsanet.stress.measure import Stressed
 
-COLOURS = "#3366cc", "#dd8800", "#109618", "#aa2266", "#0099c6", "#885522", "#66aa00", "#6633aa"
 INCHES = 1.05  # of an image
 
 
-def draw(found: Sequence[Stressed], labels: Sequence[str], image: Tensor, file: Path) -> None:
+def draw(
+    found: Sequence[Stressed], labels: Sequence[str], changes: Mapping[str, Change], image: Tensor, file: Path
+) -> None:
     """Draw what was found of networks under the same changes.
 
     Args:
         found: One for each network.
         labels: What to call them.
+        changes: Those that they were measured under.
         image: In [0, 1], (1, 3, height, width).
         file: Where to; its ending says the format.
     """
-    changes = list(found[0].accuracies)
     # Room for a few images, whatever is drawn: the legend and the title need it.
     figure = Figure(figsize=(0.8 + INCHES * max(5, len(changes)), 4.0))
     FigureCanvasAgg(figure)
     axis: Any = figure.add_axes((0.7 / figure.get_figwidth(), 0.17, 1 - 0.8 / figure.get_figwidth(), 0.46))
-    _draw_bars(axis, found, labels, changes)
-    for place, name in enumerate(changes):
+    _draw_bars(axis, found, labels, list(changes))
+    for place, change in enumerate(changes.values()):
         # In the axis' own places: each image stands exactly above its bars.
         above = axis.inset_axes((place - 0.46, 1.03, 0.92, 0.55), transform=axis.get_xaxis_transform())
-        _draw_image(above, CHANGES[name](image)[0])
+        _draw_image(above, change(image)[0])
     figure.suptitle(f"Top-1 on {found[0].images:,} images, changed", color=INK, fontsize=12, y=0.985)
     figure.savefig(file, dpi=110)
 
@@ -44,7 +45,7 @@ def _draw_bars(axis: Any, found: Sequence[Stressed], labels: Sequence[str], chan
     """One group for each change, one bar for each network; a line where its unchanged images stand."""
     width = 0.84 / len(found)
     for number, (row, label) in enumerate(zip(found, labels, strict=True)):
-        colour = COLOURS[number % len(COLOURS)]
+        colour = DISTINCT[number % len(DISTINCT)]
         left = (number + 0.5) * width - 0.42
         heights = [row.accuracies[name].top1 for name in changes]
         bars = axis.bar([place + left for place in range(len(changes))], heights, 0.92 * width, color=colour)
