@@ -59,6 +59,12 @@ def test_images_do_not_mix(name, images):
     assert torch.equal(CHANGES[name](others)[0], CHANGES[name](images)[0])
 
 
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_layout_does_not_matter(name, images):
+    """Loaders give channels last."""
+    assert_close(CHANGES[name](images.to(memory_format=torch.channels_last)), CHANGES[name](images))
+
+
 @pytest.mark.parametrize("name", MOVING)
 def test_pixels_only_move(name, images):
     changed = CHANGES[name](images)
