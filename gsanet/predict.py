@@ -146,6 +146,12 @@ class Classifier:
         """Where the network is."""
         return next(self.model.parameters()).device
 
+    @property
+    def num_classes(self) -> int:
+        """How many classes it tells apart."""
+        model: Any = self.model
+        return model.num_classes
+
     def predict(self, images: Sequence[Image.Image], top: int = 5) -> list[tuple[Guess, ...]]:
         """The likeliest classes of each RGB image, the likeliest first."""
         return self.classify([self.transform(image) for image in images], top)

@@ -22,6 +22,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "predict": looking.predict,
     "explain": looking.explain,
     "balance": looking.show_balance,
+    "stress": looking.stress,
     "explore": looking.explore,
     "export": files.export,
     "publish": files.publish_run,

@@ -7,6 +7,8 @@ from PIL import Image
 from gsanet.explain.maps import Array
 
 INK, FAINT, MARK = "#1f2430", "#8a90a0", "#00b894"
+# Of lines and bars that are to be told apart.
+DISTINCT = "#3366cc", "#dd8800", "#109618", "#aa2266", "#0099c6", "#885522", "#66aa00", "#6633aa"
 # Blue takes away, red adds, white is zero.
 SIGNED = LinearSegmentedColormap.from_list("signed", ["#12408f", "#4f8be0", "#ffffff", "#ee6a50", "#9c1022"])
 SIZES = LinearSegmentedColormap.from_list("sizes", ["#ffffff", "#cdb8ee", "#9063d6", "#5519a8"])

@@ -13,6 +13,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from gsanet.explain.colours import (
+    DISTINCT,
     FAINT,
     INK,
     MARK,
@@ -26,7 +27,6 @@ from gsanet.explain.colours import (
 from gsanet.explain.image import ImageExplanation, place_of
 from gsanet.explain.maps import Array
 
-HEADS = "#3366cc", "#dd8800", "#109618", "#aa2266", "#0099c6", "#885522", "#66aa00", "#6633aa"
 STYLES = "-", "--", ":"  # of the heads after the eighth, and after the sixteenth
 SMALL_PER_LINE = 8
 
@@ -174,8 +174,8 @@ def _draw_curves(part: Any, found: ImageExplanation, chosen: list[int]) -> None:
         axis.axhline(0, color=FAINT, linewidth=0.8)
         axis.axvline(here, color=MARK, linewidth=1.6, alpha=0.8)
         for head in chosen:
-            colour = HEADS[head % len(HEADS)]
-            style = STYLES[head // len(HEADS) % len(STYLES)]
+            colour = DISTINCT[head % len(DISTINCT)]
+            style = STYLES[head // len(DISTINCT) % len(STYLES)]
             marker = "o" if weights.shape[1] <= 32 else ""
             axis.plot(
                 weights[head], style, color=colour, linewidth=1.5, marker=marker, markersize=3, label=f"{head + 1}"
@@ -188,8 +188,8 @@ def _draw_curves(part: Any, found: ImageExplanation, chosen: list[int]) -> None:
         for side, spine in axis.spines.items():
             spine.set_visible(side in ("left", "bottom"))
             spine.set_color("#cfd3dc")
-    if 1 < len(chosen) <= len(HEADS) * len(STYLES):
-        columns = -(-len(chosen) // len(HEADS))
+    if 1 < len(chosen) <= len(DISTINCT) * len(STYLES):
+        columns = -(-len(chosen) // len(DISTINCT))
         place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
         axes[-1].legend(title="head", ncols=columns, fontsize=8, title_fontsize=8, frameon=False, **place)
 

@@ -15,7 +15,7 @@ from gsanet.train.data.loader import LoaderStore
 from gsanet.train.data.memory import open_in_memory
 from gsanet.train.data.settings import DataSettings, Plan
 from gsanet.train.data.shards import Shards
-from gsanet.train.data.sources import Source, hold_out, open_splits
+from gsanet.train.data.sources import Source, hold_out, keep_some, open_splits
 from gsanet.train.data.stream import ShardEvalLoader, ShardTrainLoader
 
 __all__ = ["DamagedDataError", "Data", "DataSettings", "EvalLoader", "TrainLoader", "open_data"]
@@ -29,11 +29,13 @@ class Data:
         description: One line for people.
     """
 
-    def __init__(self, path: str, plan: Plan, train: bool) -> None:
+    def __init__(self, path: str, plan: Plan, train: bool, most: int | None = None) -> None:
         held_out = plan.settings.holdout
         splits = open_splits(path, train or held_out > 0)
         if held_out:
             splits = hold_out(splits, held_out)
+        if most is not None:
+            splits = keep_some(splits, most)
         self.class_names = splits.class_names
         self._splits, self._plan = splits, plan
         samples = len(splits.train) if splits.train is not None else 0
@@ -82,6 +84,7 @@ def open_data(
     world_size: int = 1,
     device: torch.device,
     train: bool = True,
+    most: int | None = None,
 ) -> Data:
     """Open a data set.
 
@@ -97,8 +100,9 @@ def open_data(
         world_size: The number of processes.
         device: Where batches go, and where images that are kept in memory lie.
         train: Open the training split too.
+        most: Take at most so many of the held-out images, a random choice that is always the same. Default: all.
     """
-    return Data(path, Plan(settings, batch_size, seed, rank, world_size, torch.device(device)), train)
+    return Data(path, Plan(settings, batch_size, seed, rank, world_size, torch.device(device)), train, most)
 
 
 def _open_store(source: Source, plan: Plan, damage: Damage, train: bool) -> Store:

@@ -8,7 +8,7 @@ generators promise neither that nor the same numbers in their next release; a ha
 import numpy as np
 from numpy.typing import NDArray
 
-ORDER, VIEW, SHARD_ORDER, SHARD_BUFFER, HOLDOUT, POLICY, ERASE = range(7)  # purposes
+ORDER, VIEW, SHARD_ORDER, SHARD_BUFFER, HOLDOUT, POLICY, ERASE, SOME = range(8)  # purposes
 
 _DRAWS = 64  # of one sample, at most
 _WORD = 2**64 - 1

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -150,6 +150,17 @@ def hold_out(splits: Splits, share: float) -> Splits:
     held_out, rest = np.sort(order[:count]), np.sort(order[count:])
     title = f"{splits.title}, held out of its training images"
     return Splits(PartSource(source, rest), PartSource(source, held_out), splits.class_names, title)
+
+
+def keep_some(splits: Splits, most: int) -> Splits:
+    """At most so many images of the held-out split: a random choice, always the same."""
+    source = splits.val
+    if len(source) <= most:
+        return splits
+    if isinstance(source, Shards):
+        raise ValueError(f"tar shards are not indexed, so that {most} of their {len(source)} images cannot be chosen")
+    chosen = np.sort(draws.permutation(0, 0, draws.SOME, len(source))[:most])
+    return replace(splits, val=PartSource(source, chosen))
 
 
 def open_folder(path: str, train: bool) -> Splits:
