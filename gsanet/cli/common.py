@@ -1,11 +1,12 @@
 """What the commands share: consoles, options, and checks of what was given."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 console = Console()
 errors = Console(stderr=True)
@@ -47,3 +48,24 @@ def parse_size(text: str) -> tuple[int, int] | None:
 def say(line: str) -> None:
     """A line about progress, away from what is printed for use."""
     errors.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def show(content: Any, parts: Iterable[RenderableType], as_json: bool, *, fold: bool = False) -> None:
+    """Print what was found, as JSON or for people.
+
+    Args:
+        content: For JSON.
+        parts: Tables and lines, for people.
+        as_json: Which of both.
+        fold: Break lines at the width of the terminal, as tables are.
+    """
+    if as_json:
+        print(json.dumps(content, indent=2))
+        return
+    print_parts(parts, fold=fold)
+
+
+def print_parts(parts: Iterable[RenderableType], *, fold: bool = False) -> None:
+    """Print tables and lines; `fold` as in `show`."""
+    for part in parts:
+        console.print(part, highlight=False, soft_wrap=isinstance(part, str) and not fold)

@@ -1,6 +1,5 @@
 """`gsanet predict`, `explain`, `balance`, `stress` and `explore`: what a network sees, and how."""
 
-import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from gsanet.cli.common import AsJson, DeviceOption, Settings, check_writable, console, errors, read_overrides, say
+from gsanet.cli.common import AsJson, DeviceOption, Settings, check_writable, console, errors, read_overrides, say, show
 
 ImagesArgument = Annotated[
     list[str], typer.Argument(help="Files, folders (with all below them) and http(s) addresses.")
@@ -46,11 +45,8 @@ def predict(
     found = predict_images(classifier, sources, top)
     predictions = list(track(found, description="Predicting", total=len(sources), console=errors, transient=True))
     failed = [prediction for prediction in predictions if prediction.error]
-    if as_json:
-        print(json.dumps([prediction.to_json() for prediction in predictions], indent=2))
-    else:
-        for part in show_predictions([prediction for prediction in predictions if not prediction.error]):
-            console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+    answered = [prediction for prediction in predictions if not prediction.error]
+    show([prediction.to_json() for prediction in predictions], show_predictions(answered), as_json)
     _name_failed([each.error for each in failed], len(predictions), "classified")
     if len(failed) == len(predictions):
         raise typer.Exit(1)
@@ -134,11 +130,8 @@ def show_balance(
         rows = balance(classifier.model, inputs())
     finally:
         _name_failed(unread, len(sources), "read")
-    if as_json:
-        print(json.dumps([{**asdict(row), "ratio": row.ratio} for row in rows], indent=2))
-    else:
-        for part in _show_balance(rows, classifier.name, len(sources) - len(unread)):
-            console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+    parts = _show_balance(rows, classifier.name, len(sources) - len(unread))
+    show([{**asdict(row), "ratio": row.ratio} for row in rows], parts, as_json)
 
 
 def stress(
@@ -183,12 +176,8 @@ def stress(
     if skipped := skipped_words(opened[0].bad_files()):
         say(skipped)
     labels = _tell_apart([row.network for row in found], networks)
-    if as_json:
-        rows = [{"weights": network, **row.to_json()} for network, row in zip(networks, found, strict=True)]
-        print(json.dumps({"data": data, "networks": rows}, indent=2))
-    else:
-        for part in _show_stress(found, labels, data):
-            console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+    rows = [{"weights": network, **row.to_json()} for network, row in zip(networks, found, strict=True)]
+    show({"data": data, "networks": rows}, _show_stress(found, labels, data), as_json)
     if picture is not None:
         from gsanet.stress.figure import draw
 

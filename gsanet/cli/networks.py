@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, tr
 from rich.table import Table
 
 import gsanet
-from gsanet.cli.common import AsJson, DeviceOption, check_writable, console, errors, parse_size
+from gsanet.cli.common import AsJson, DeviceOption, check_writable, console, errors, parse_size, print_parts
 
 
 def models(
@@ -152,8 +152,7 @@ def bench(
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    for part in show_bench(rows, setting, facts):
-        console.print(part, highlight=False)
+    print_parts(show_bench(rows, setting, facts), fold=True)
     for file in (out, plot):
         if file is not None:
             console.print(f"written: {file}", soft_wrap=True, highlight=False)

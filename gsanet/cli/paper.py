@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from gsanet.cli.common import AsJson, console, errors
+from gsanet.cli.common import AsJson, console, errors, show
 
 paper = typer.Typer(no_args_is_help=True, help="The paper's tables, counted and measured again.")
 ResultsFolder = Annotated[Path, typer.Option("--results", help="The folder of measured results.")]
@@ -59,11 +60,12 @@ def table1(as_json: AsJson = False) -> None:
 
     total = len(networks())
     rows = list(track(measured(), description="Measuring", total=total, console=errors, transient=True))
-    if as_json:
-        print(json.dumps([{**asdict(row), "commutes_with": row.commutes_with} for row in rows], indent=2))
-        return
-    for part in show_table1(printed_table(1), rows):
-        console.print(part, highlight=False)
+    show(
+        [{**asdict(row), "commutes_with": row.commutes_with} for row in rows],
+        show_table1(printed_table(1), rows),
+        as_json,
+        fold=True,
+    )
 
 
 def _paper_table(number: int, summary: str) -> None:
@@ -82,16 +84,13 @@ def _paper_table(number: int, summary: str) -> None:
         total = len(printed.rows)
         rows = list(track(counted, description="Counting", total=total, console=errors, transient=True))
         compared = compare(number, rows, seed_spreads(known))
-        if as_json:
-            differences = [
-                {"setting": setting, **asdict(found), "order_holds": [pair.agrees for pair in found.pairs]}
-                for setting, found in compared.items()
-            ]
-            content = {"table": number, "caption": printed.caption, "rows": [asdict(row) for row in rows]}
-            print(json.dumps({**content, "compared": differences}, indent=2))
-            return
-        for part in (*show_table(printed, rows), *show_comparisons(compared)):
-            console.print(part, highlight=False)
+        differences = [
+            {"setting": setting, **asdict(found), "order_holds": [pair.agrees for pair in found.pairs]}
+            for setting, found in compared.items()
+        ]
+        content = {"table": number, "caption": printed.caption, "rows": [asdict(row) for row in rows]}
+        parts = chain(show_table(printed, rows), show_comparisons(compared))
+        show({**content, "compared": differences}, parts, as_json, fold=True)
 
     paper.command(f"table{number}", help=f"{summary}: as printed, counted, and measured here.")(command)
 
@@ -129,11 +128,7 @@ def show_paper_studies(results: ResultsFolder = Path("results"), as_json: AsJson
     from gsanet.paper.show import show_answers
 
     rows = answers(read_results(results))
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-        return
-    for part in show_answers(rows):
-        console.print(part, highlight=False)
+    show([asdict(row) for row in rows], show_answers(rows), as_json, fold=True)
 
 
 @paper.command("choices")
@@ -144,11 +139,12 @@ def show_paper_choices(results: ResultsFolder = Path("results"), as_json: AsJson
     from gsanet.paper.show import show_choices
 
     rows = choices(read_results(results))
-    if as_json:
-        print(json.dumps([{**asdict(row), "mean": row.mean, "difference": row.difference} for row in rows], indent=2))
-        return
-    for part in show_choices(rows):
-        console.print(part, highlight=False)
+    show(
+        [{**asdict(row), "mean": row.mean, "difference": row.difference} for row in rows],
+        show_choices(rows),
+        as_json,
+        fold=True,
+    )
 
 
 @paper.command("best")
@@ -159,11 +155,7 @@ def show_paper_best(results: ResultsFolder = Path("results"), as_json: AsJson = 
     from gsanet.paper.show import show_pairs
 
     rows = pairs(read_results(results))
-    if as_json:
-        print(json.dumps([{**asdict(row), "difference": row.difference} for row in rows], indent=2))
-        return
-    for part in show_pairs(rows):
-        console.print(part, highlight=False)
+    show([{**asdict(row), "difference": row.difference} for row in rows], show_pairs(rows), as_json, fold=True)
 
 
 @paper.command("run")

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from gsanet.cli.common import AsJson, Settings, check_writable, console, read_overrides, say
+from gsanet.cli.common import AsJson, Settings, check_writable, console, print_parts, read_overrides, say
 from gsanet.cli.looking import show_predictions
 
 recipes = typer.Typer(help="The recipes for training.")
@@ -175,6 +175,5 @@ def demo(out: Annotated[Path, typer.Option(help="Where the two runs go.")] = Pat
         console.print(escape(line), soft_wrap=True, highlight=False)
     look = look_at_photograph(out)
     console.print("\nA photograph, by the network whose weights come with the package:", highlight=False)
-    for part in show_predictions([look.prediction]):
-        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+    print_parts(show_predictions([look.prediction]))
     console.print(f"Where a pixel of the roof looks in {look.module}: {look.picture}", highlight=False, soft_wrap=True)

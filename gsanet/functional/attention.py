@@ -170,12 +170,39 @@ def global_self_attention_map(
         with torch.autocast(x.device.type, enabled=False):
             return whole(*wholes, norm, **settings)
     checks.check_same_kind(x=maps[0], weight=maps[1])
-    q, k, v = split_heads(F.linear(x.permute(0, 2, 3, 1), weight), num_heads, dim_key, content)
     if isinstance(norm, Tensor):
         norm = partial(scale_and_shift, values=norm)
-    out = global_self_attention(q, k, v, rel_column, rel_row, norm, reach)
-    out = average_pool(to_feature_map(out), stride)
+    projected = F.linear(x.permute(0, 2, 3, 1), weight)
+    out = attend_projected(
+        projected,
+        rel_column,
+        rel_row,
+        norm,
+        num_heads=num_heads,
+        dim_key=dim_key,
+        content=content,
+        reach=reach,
+        stride=stride,
+    )
     return out if finish is None else scale_and_shift(out, finish).relu_()
+
+
+def attend_projected(
+    projected: Tensor,
+    rel_column: Tensor | None,
+    rel_row: Tensor | None,
+    norm: Norm | None,
+    *,
+    num_heads: int,
+    dim_key: int,
+    content: bool,
+    reach: int | None,
+    stride: int,
+) -> Tensor:
+    """What `global_self_attention_map` does with the projection, (batch, x, y, q | k | v): attention, then pooling."""
+    q, k, v = split_heads(projected, num_heads, dim_key, content)
+    out = global_self_attention(q, k, v, rel_column, rel_row, norm, reach)
+    return average_pool(_to_feature_map(out), stride)
 
 
 def split_heads(projected: Tensor, num_heads: int, dim_key: int, content: bool) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -197,14 +224,14 @@ def scale_and_shift(x: Tensor, values: Tensor) -> Tensor:
     return torch.addcmul(shift, x, scale).to(x.dtype)
 
 
-def to_feature_map(x: Tensor) -> Tensor:
+def _to_feature_map(x: Tensor) -> Tensor:
     """(batch, x, y, head, v) as (batch, channels, x, y) in channels-last memory."""
     return x.flatten(3).permute(0, 3, 1, 2)
 
 
 def _apply_norm(norm: Norm, x: Tensor) -> Tensor:
     heads = x.shape[3:]
-    return norm(to_feature_map(x)).permute(0, 2, 3, 1).unflatten(-1, heads)
+    return norm(_to_feature_map(x)).permute(0, 2, 3, 1).unflatten(-1, heads)
 
 
 def _autocast_dtype(q: Tensor) -> torch.dtype | None:

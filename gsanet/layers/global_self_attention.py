@@ -5,14 +5,14 @@ attention, a column layer and a row layer with batch normalisation between them.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gsanet.functional import global_self_attention, global_self_attention_map
-from gsanet.functional.attention import split_heads, to_feature_map
+from gsanet.functional import global_self_attention_map
+from gsanet.functional.attention import attend_projected
 from gsanet.functional.checks import check_counts, check_feature_map, check_heads
-from gsanet.functional.pooling import average_pool
 from gsanet.layers.attention import Combination, Properties
 from gsanet.layers.relative import RelativeTables
 from gsanet.layers.watched import is_watched
@@ -105,23 +105,17 @@ class GlobalSelfAttention(RelativeTables):
         """From (batch, dim, height, width) to (batch, dim_out, height / stride, width / stride), channels-last."""
         check_feature_map(x, self.dim)
         self.check_size(x)
+        tables_and_norm = (self.rel_column, self.rel_row, self.norm)
+        settings: dict[str, Any] = {
+            "num_heads": self.num_heads,
+            "dim_key": self.dim_key,
+            "content": self.content,
+            "reach": self.reach,
+            "stride": self.stride,
+        }
         if not self.projects_as_defined:
-            projected = self.qkv(x).permute(0, 2, 3, 1)
-            q, k, v = split_heads(projected, self.num_heads, self.dim_key, self.content)
-            out = global_self_attention(q, k, v, self.rel_column, self.rel_row, self.norm, self.reach)
-            return average_pool(to_feature_map(out), self.stride)
-        return global_self_attention_map(
-            x,
-            self.qkv.weight.flatten(1),
-            self.rel_column,
-            self.rel_row,
-            self.norm,
-            num_heads=self.num_heads,
-            dim_key=self.dim_key,
-            content=self.content,
-            reach=self.reach,
-            stride=self.stride,
-        )
+            return attend_projected(self.qkv(x).permute(0, 2, 3, 1), *tables_and_norm, **settings)
+        return global_self_attention_map(x, self.qkv.weight.flatten(1), *tables_and_norm, **settings)
 
     @property
     def projects_as_defined(self) -> bool:

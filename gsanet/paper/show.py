@@ -232,6 +232,7 @@ def show_choices(rows: Sequence[Choice]) -> Iterator[RenderableType]:
     best = max((row.mean for row in rows if row.mean is not None), default=None)
     for row in rows:
         missing = "" if row.alone else NOT_YET
+        mean = missing if row.mean is None else f"{row.mean:.2f}"
         losses = [NOT_YET if run is None else _figure(training_loss(run), 1, 2) for run in (row.conv, row.gsa)]
         table.add_row(
             f"choice-*-{row.name}\n  [dim]{row.network if row.alone else row.training}[/]",
@@ -240,7 +241,7 @@ def show_choices(rows: Sequence[Choice]) -> Iterator[RenderableType]:
             missing if row.conv is None else f"{row.conv.top1:.2f}",
             NOT_YET if row.gsa is None else f"{row.gsa.top1:.2f}",
             missing if row.difference is None else f"{row.difference:+.2f}",
-            missing if row.mean is None else f"[bold]{row.mean:.2f}[/]" if row.mean == best else f"{row.mean:.2f}",
+            f"[bold]{mean}[/]" if row.mean is not None and row.mean == best else mean,
             losses[1] if row.alone else ", ".join(losses),
         )
     yield table
