@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 import gsanet
-from gsanet.cli import files, looking, networks, paper, training
+from gsanet.cli import files, looking, networks, paper, stress, training
 from gsanet.cli.common import errors
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -22,8 +22,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "predict": looking.predict,
     "explain": looking.explain,
     "balance": looking.show_balance,
-    "stress": looking.stress,
     "explore": looking.explore,
+    "stress": stress.stress,
+    "limits": stress.limits,
     "export": files.export,
     "publish": files.publish_run,
     "pack": files.pack_run,
