@@ -18,7 +18,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import timm
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import to_2tuple
@@ -250,38 +249,10 @@ def _trace(network: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
             program = torch.export.export(network, (images[:2],), dynamic_shapes=shapes)
         except Exception as error:  # whatever torch.export meets in anybody's network
             raise ExportError(f"torch.export cannot trace {type(network).__name__}: {_first_line(error)}") from error
-        if any(node.target in PLAIN for node in program.graph.nodes):
-            program = program.run_decompositions(dict(PLAIN))
     own = {str(node.target) for node in program.graph.nodes if str(node.target).startswith("gsanet")}
     if own:
         raise ExportError(f"operators of this package would be needed to run the file: {', '.join(sorted(own))}")
     return program
-
-
-def _plain_scores(q: Tensor, k: Tensor, window: int, stride: int = 1, padding: int = 0) -> Tensor:
-    windows = _windows(k, (q.shape[1], q.shape[2]), window, stride, padding)
-    return (q[..., None] * windows).sum(-2)
-
-
-def _plain_mix(weights: Tensor, v: Tensor, window: int, stride: int = 1, padding: int = 0) -> Tensor:
-    windows = _windows(v, (weights.shape[1], weights.shape[2]), window, stride, padding)
-    return (weights[..., None, :] * windows).sum(-1)
-
-
-def _windows(x: Tensor, size: Size, window: int, stride: int, padding: int) -> Tensor:
-    """The neighbours of each output pixel, (batch, x, y, head, channel, offset), with zeros outside of the map."""
-    for dim, length in zip((1, 2), size, strict=True):
-        behind = max(0, stride * (length - 1) + window - padding - x.shape[dim])
-        x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (padding, behind))
-        x = x.unfold(dim, window, stride).narrow(dim, 0, length)
-    return x.flatten(5)
-
-
-# The operators of local attention, as operations that everyone has. They hold a copy of the map for each offset.
-PLAIN: dict[Any, Callable[..., Tensor]] = {
-    torch.ops.gsanet.local_scores.default: _plain_scores,
-    torch.ops.gsanet.local_mix.default: _plain_mix,
-}
 
 
 def _write_onnx(

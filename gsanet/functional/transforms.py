@@ -1,6 +1,12 @@
 """Whether a call is seen through `torch.func`: `vmap`, `grad`, `jacrev` and the like."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+
+# Of PyTorch's complaints about a batch norm in training, under `vmap` and under gradients.
+COMPLAINTS = ("running_mean or running_var", "mutate a captured Tensor")
 
 
 def is_transformed() -> bool:
@@ -10,3 +16,17 @@ def is_transformed() -> bool:
     """
     # PyTorch has no public question for it; torch.autograd.Function asks this one, and torch.compile knows it.
     return torch._C._are_functorch_transforms_active()
+
+
+@contextmanager
+def explain_norms() -> Iterator[None]:
+    """Say what to do where a batch norm in training would change statistics that a transform knows nothing of."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in COMPLAINTS):
+            raise
+        raise ValueError(
+            "torch.func cannot follow batch norms in training, which change their running statistics: call eval(), or "
+            "torch.func.replace_all_batch_norm_modules_(model), or give functional_call the buffers as well"
+        ) from error

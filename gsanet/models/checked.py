@@ -1,5 +1,6 @@
 """Networks that say in one sentence what is wrong with their input, before a layer inside does it in its own words."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ from timm.models.byobnet import ByobNet
 from torch import Tensor, fx, nn
 
 from gsanet.functional.checks import check_feature_map
+from gsanet.functional.transforms import explain_norms, is_transformed
 
 
 def check_images(x: Tensor, channels: int) -> None:
@@ -19,12 +21,21 @@ def check_images(x: Tensor, channels: int) -> None:
         check_feature_map(x, channels)
 
 
+def check_depths(depths: Sequence[int], most: int) -> None:
+    """Check the numbers of residual blocks of each group; timm's network has two groups or more."""
+    if not 2 <= len(depths) <= most or min(depths) < 1:
+        raise ValueError(f"depths must be 2 to {most} numbers of blocks, got {depths}")
+
+
 class CheckedNetwork(ByobNet):
     """timm's network; every way into it goes through the check."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         """From (batch, channels, height, width) to the last map."""
         check_images(x, self.in_chans)
+        if is_transformed():
+            with explain_norms():
+                return super().forward_features(x)
         return super().forward_features(x)
 
     def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
