@@ -51,9 +51,9 @@ def check_features(features: nn.Module, channels: int) -> None:
         features: One of timm's feature networks.
         channels: Of the images.
     """
-    features.register_forward_pre_hook(partial(_check_input, channels=channels))
+    features.register_forward_pre_hook(partial(_check_input, channels=channels), with_kwargs=True)
 
 
-def _check_input(module: nn.Module, inputs: tuple[Any, ...], channels: int) -> None:
-    if inputs:  # torch gives a hook what has no keyword
-        check_images(inputs[0], channels)
+def _check_input(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], *, channels: int) -> None:
+    for x in (*inputs, *named.values()):  # there is one, with its name or without
+        check_images(x, channels)

@@ -377,9 +377,10 @@ def test_input_that_is_no_batch_of_images(name):
     }
     for way, call in ways_in(name).items():
         for what, (given, error, words) in wrong.items():
-            with pytest.raises(error, match=words) as caught:
-                call(given)
-            assert "\n" not in str(caught.value), (way, what)
+            for arguments, named in (((given,), {}), ((), {"x": given})):
+                with pytest.raises(error, match=words) as caught:
+                    call(*arguments, **named)
+                assert "\n" not in str(caught.value), (way, what)
 
 
 def test_traces_do_not_see_that_the_input_is_checked():
