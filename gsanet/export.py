@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from gsanet.functional import use_backend
 from gsanet.inference import fuse_for_inference
 from gsanet.models import create_model, list_models
+from gsanet.words import first_line
 
 __all__ = ["Export", "ExportError", "Format", "Source", "export_model", "open_network", "sample_photographs"]
 
@@ -248,7 +249,7 @@ def _trace(network: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
         try:
             program = torch.export.export(network, (images[:2],), dynamic_shapes=shapes)
         except Exception as error:  # whatever torch.export meets in anybody's network
-            raise ExportError(f"torch.export cannot trace {type(network).__name__}: {_first_line(error)}") from error
+            raise ExportError(f"torch.export cannot trace {type(network).__name__}: {first_line(error)}") from error
     own = {str(node.target) for node in program.graph.nodes if str(node.target).startswith("gsanet")}
     if own:
         raise ExportError(f"operators of this package would be needed to run the file: {', '.join(sorted(own))}")
@@ -271,7 +272,7 @@ def _write_onnx(
                 verbose=False,
             )
         except Exception as error:  # an operator without an ONNX form, or one that this opset lacks
-            raise ExportError(f"torch.onnx cannot write {settings['model']}: {_first_line(error)}") from error
+            raise ExportError(f"torch.onnx cannot write {settings['model']}: {first_line(error)}") from error
     assert written is not None
     if written.model.opset_imports[""] != opset:  # conversion upwards that fails is only logged
         raise ExportError(f"opset {opset} is not possible, only {written.model.opset_imports['']}")
@@ -323,8 +324,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -29,7 +29,7 @@ from gsanet.models.checked import CheckedNetwork, check_depths, check_features
 from gsanet.models.described import with_shipped
 from gsanet.models.fit import fit_pretrained
 from gsanet.models.stem import PooledStem
-from gsanet.suggest import suggest
+from gsanet.words import suggest
 
 __all__ = ["NETWORKS", "GSAResNet", "ResNetSettings"]
 

@@ -8,7 +8,7 @@ import timm
 from torch import nn
 
 from gsanet.models.described import count_classes, read_description, read_shapes, shipped_weights
-from gsanet.suggest import suggest
+from gsanet.words import suggest
 
 MODULES = [
     "attention_resnet",

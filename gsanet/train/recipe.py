@@ -13,8 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from gsanet.suggest import suggest
 from gsanet.train.data import DataSettings
+from gsanet.words import first_line, suggest
 
 SECTIONS = ("data", "model_kwargs")
 FIXED = {"num_classes": "the data set says how many", "features_only": "training needs the classifier"}
@@ -206,7 +206,7 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
     try:
         values = yaml.safe_load(recipe_text(name))
     except yaml.YAMLError as error:
-        raise ValueError(f"recipe {name} is not YAML: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"recipe {name} is not YAML: {first_line(error)}") from None
     if not isinstance(values, dict):
         raise ValueError(f"recipe {name} must be a list of `key: value` lines")
     return make_recipe(values, overrides)

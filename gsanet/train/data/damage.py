@@ -7,6 +7,7 @@ from PIL import Image, UnidentifiedImageError
 
 from gsanet.images import to_rgb
 from gsanet.train.data.sources import some
+from gsanet.words import first_line
 
 Damaged = tuple[str, str]  # the name of a sample, and why it does not decode
 
@@ -26,7 +27,7 @@ def decode(open_sample: Callable[[], tuple[Image.Image, int]]) -> tuple[Image.Im
     except Image.DecompressionBombError:
         return f"over {2 * (Image.MAX_IMAGE_PIXELS or 0) // 1_000_000} megapixels"
     except Exception as error:  # what a damaged file makes PIL raise has no common class
-        return next(iter(str(error).splitlines()), type(error).__name__)
+        return first_line(error)
 
 
 def accept_large_images() -> None:
