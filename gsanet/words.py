@@ -17,6 +17,11 @@ def suggest(word: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"did you mean {near[0]!r}?" if near else otherwise or f"one of {', '.join(known)}"
 
 
+def count(number: int, one: str, many: str = "") -> str:
+    """As `1 image` and `1,000 images`; `many` where it takes more than an s."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def first_line(error: BaseException) -> str:
     """What an error says first; its class if it says nothing."""
     lines = (line.strip() for line in str(error).splitlines())

@@ -14,6 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 from gsanet.cli.common import AsJson, DeviceOption, Settings, check_writable, console, errors, read_overrides, show
+from gsanet.words import count
 
 ImagesArgument = Annotated[
     list[str], typer.Argument(help="Files, folders (with all below them) and http(s) addresses.")
@@ -179,12 +180,17 @@ def _name_failed(reasons: Sequence[str], images: int, wanted: str) -> None:
 def show_predictions(predictions: Sequence[Any]) -> list[Table | str]:
     """A table with bars for each image; of many, one table with a line for each."""
     if len(predictions) > FEW:
-        table = Table("Image", "Class", "", "%", "Then", box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
+        table.add_column("Image", no_wrap=True)
+        for heading in ("Class", "", "%", "Then"):
+            table.add_column(heading)
         for found in predictions:
             first, *others = found.guesses
             then = ", ".join(f"{guess.name} {guess.probability:.0%}" for guess in others)
-            image = escape(f"{found.image} ({found.note})" if found.note else found.image)
-            table.add_row(image, escape(first.name), _bar(first.probability, 12), _percent(first), escape(then))
+            image = f"{found.image} ({found.note})" if found.note else found.image
+            table.add_row(
+                escape(_end_of(image)), escape(first.name), _bar(first.probability, 12), _percent(first), escape(then)
+            )
         return [table]
     parts: list[Table | str] = []
     for found in predictions:
@@ -201,7 +207,7 @@ def _show_balance(rows: Sequence[Any], network: str, images: int) -> Iterator[Ta
     """A line for each module, and what its columns mean."""
     from gsanet.explain.image import place_of
 
-    table = Table(title=f"{network}, {images:,} image{'s' if images > 1 else ''}", box=None, pad_edge=False)
+    table = Table(title=f"{network}, {count(images, 'image')}", box=None, pad_edge=False)
     table.add_column("Module", no_wrap=True)
     for heading in ("Map", "Content /\nposition", "Pixels that\nkeys choose", "", "Looks along\na column", "a row"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -219,6 +225,12 @@ def _show_balance(rows: Sequence[Any], network: str, images: int) -> Iterator[Ta
     yield "Content / position: the sizes of the two outputs that are added."
     yield "Pixels that keys choose: 100 % if the softmax weighs all alike; content attention is then pooling."
     yield "Looks along: the mean distance of what positional attention weighs, in pixels of the map."
+
+
+def _end_of(name: str) -> str:
+    """At most half a line of a long name: of images in one folder the end says which it is."""
+    room = console.width // 2
+    return name if len(name) <= room else f"…{name[1 - room :]}"
 
 
 def _bar(share: float, width: int) -> Bar:

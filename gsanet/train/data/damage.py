@@ -7,7 +7,7 @@ from PIL import Image, UnidentifiedImageError
 
 from gsanet.images import to_rgb
 from gsanet.train.data.sources import some
-from gsanet.words import first_line
+from gsanet.words import count, first_line
 
 Damaged = tuple[str, str]  # the name of a sample, and why it does not decode
 
@@ -46,11 +46,11 @@ class Damage:
     def add(self, damaged: Iterable[Damaged]) -> None:
         """Remember damaged samples, and stop when they are too many."""
         self.reasons.update(damaged)
-        count = len(self.reasons)
-        if count > allowed(self.total, self.max_fraction):
+        found = len(self.reasons)
+        if found > allowed(self.total, self.max_fraction):
             raise DamagedDataError(
-                f"{count} of {self.total} {self.split} images do not decode "
-                f"({count / self.total:.2%}, and data.max_bad_fraction allows {self.max_fraction:.2%}): "
+                f"{found} of {self.total} {self.split} images do not decode "
+                f"({found / self.total:.2%}, and data.max_bad_fraction allows {self.max_fraction:.2%}): "
                 f"{_with_reasons(self.reasons)}"
             )
 
@@ -59,8 +59,8 @@ def skipped_words(reasons: Mapping[str, str]) -> str:
     """What to say of images that were skipped, by their names, and why; nothing if none were."""
     if not reasons:
         return ""
-    images, were = ("images", "were") if len(reasons) > 1 else ("image", "was")
-    return f"{len(reasons):,} {images} could not be decoded and {were} skipped: {_with_reasons(reasons)}"
+    were = "were" if len(reasons) > 1 else "was"
+    return f"{count(len(reasons), 'image')} could not be decoded and {were} skipped: {_with_reasons(reasons)}"
 
 
 def _with_reasons(reasons: Mapping[str, str]) -> str:
