@@ -147,6 +147,17 @@ def show_paper_choices(results: ResultsFolder = Path("results"), as_json: AsJson
     )
 
 
+@paper.command("decay")
+def show_paper_decay(results: ResultsFolder = Path("results"), as_json: AsJson = False) -> None:
+    """What weight decay does: networks of the tables, with theirs and with the recipe's."""
+    from gsanet.paper.decay import decayed
+    from gsanet.paper.results import read_results
+    from gsanet.paper.show import show_decayed
+
+    rows = decayed(read_results(results))
+    show([{**asdict(row), "gained": row.gained} for row in rows], show_decayed(rows), as_json, fold=True)
+
+
 @paper.command("best")
 def show_paper_best(results: ResultsFolder = Path("results"), as_json: AsJson = False) -> None:
     """The best networks on CIFAR-100, whatever the recipe: GSA against a ResNet of its depth, and the paper's."""

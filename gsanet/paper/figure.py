@@ -92,14 +92,16 @@ _AXES: dict[str, Any] = {
 def draw_results(results: Results, folder: Path) -> list[Path]:
     """Draw the accuracy of measured networks against their parameters, operations and training throughput.
 
-    One picture for each setting (data set, training, length) with at least two networks. Only networks as they are
-    named: variants of one network, as in Tables 4 and 5, would lie on top of each other.
+    One picture for each setting (data set, training, length) with at least two networks: those that have names, and
+    which residual groups attend. Parts of the module (Table 4) are no networks that one would choose among.
 
     Returns:
         The pictures.
     """
     known = set(list_models())
-    runs = [run for run in results.runs if not run.holdout and not run.network.options and run.model in known]
+    runs = [
+        run for run in results.runs if not run.holdout and run.model in known and set(run.network.kwargs) <= {"groups"}
+    ]
     settings: dict[Setting, list[list[Run]]] = defaultdict(list)
     for same in alike(runs).values():
         settings[summarise(same).setting].append(same)
@@ -146,7 +148,7 @@ def _draw_setting(setting: Setting, networks: list[list[Run]], file: Path) -> No
             values = [value(run) for run in runs if value(run)]
             if values:
                 top1 = [run.top1 for run in runs]
-                named.append((runs[0].model, statistics.fmean(values), statistics.fmean(top1)))
+                named.append((_name_of(runs[0].network), statistics.fmean(values), statistics.fmean(top1)))
                 if len(top1) > 1:  # from the worst to the best seed
                     bars = {"color": colour_of(runs[0].model), "linewidth": 5, "alpha": 0.35, "zorder": 1}
                     plot.vlines(named[-1][1], min(top1), max(top1), **bars)
@@ -175,16 +177,22 @@ def _draw_setting(setting: Setting, networks: list[list[Run]], file: Path) -> No
     figure.savefig(file, dpi=150)
 
 
+def _name_of(network: Network) -> str:
+    """Its name, and which residual groups attend if not all do."""
+    groups = network.kwargs.get("groups", ())
+    return f"{network.model}, group{'s' * (len(groups) > 1)} {'-'.join(map(str, groups))}" if groups else network.model
+
+
 def colour_of(name: str) -> str:
     """GSA, convolution, or another."""
     return COLOURS.get(name.split("_")[0], OTHERS)
 
 
 def _scatter(plot: Any, points: list[tuple[str, float, float]]) -> None:
-    """Points, the depths of one family joined, as in the paper."""
+    """Points, the depths of one family joined, as in the paper; networks of which a part attends stand alone."""
     for family, group in groupby(sorted(points), key=lambda point: re.sub(r"\d+$", "", point[0])):
         _, x, y = zip(*sorted(group, key=lambda point: point[1]), strict=True)
-        plot.plot(x, y, marker="o", color=colour_of(family))
+        plot.plot(x, y, marker="o", color=colour_of(family), **({"markerfacecolor": "white"} if "," in family else {}))
     plot.margins(x=0.25, y=0.15)
 
 

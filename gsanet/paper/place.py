@@ -68,6 +68,17 @@ class Place:
         """The file that the process which makes a run has locked."""
         return self.work / f"{name}.lock"
 
+    def failure(self, name: str) -> Path:
+        """Why a run failed when it was last tried."""
+        return self.work / f"{name}.failed"
+
+    def failed_since(self, name: str, moment: float) -> bool:
+        """Whether a run failed after a moment, in seconds as `time.time` counts them."""
+        try:
+            return self.failure(name).stat().st_mtime >= moment
+        except FileNotFoundError:
+            return False
+
     def is_being_made(self, name: str) -> bool:
         """Whether another process makes a run now."""
         if not self.lock(name).exists():
@@ -81,10 +92,15 @@ class Place:
 
 
 @contextmanager
-def claim(experiments: Iterable[Experiment], place: Place) -> Iterator[Experiment | None]:
+def claim(experiments: Iterable[Experiment], place: Place, began: float) -> Iterator[Experiment | None]:
     """The first run that can be made and that no other process is making; None if there is none.
 
     It is this process's own until the end of the context, or of the process.
+
+    Args:
+        experiments: In this order.
+        place: Where they are.
+        began: When this process did: what has failed since then is passed over.
     """
     for experiment in experiments:
         if place.obstacle(experiment):
@@ -95,7 +111,8 @@ def claim(experiments: Iterable[Experiment], place: Place) -> Iterator[Experimen
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
-            if not place.result(experiment.name).exists():  # it may have been finished since it was looked for
+            # It may have been finished, or have failed, since it was looked for.
+            if not (place.result(experiment.name).exists() or place.failed_since(experiment.name, began)):
                 yield experiment
                 return
     yield None

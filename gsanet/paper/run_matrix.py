@@ -57,6 +57,8 @@ def run_experiments(
 ) -> int:
     """Make experiments one after the other; those with results, and those that another process makes, are passed over.
 
+    So are those that have failed since the start, here or in another process that was started at the same time.
+
     Args:
         experiments: In this order.
         place: Where data, runs and results are.
@@ -71,13 +73,18 @@ def run_experiments(
         The exit code: 0, also when the time was up; 1 if a run diverged or failed; 128 and more for a signal.
     """
     deadline = None if stop_after is None else time.monotonic() + stop_after
+    began = time.time()
     failed = 0
     waiting = list(experiments)
     while (left := None if deadline is None else deadline - time.monotonic()) is None or left >= LEAST:
         # From the start each time: a run may have waited for the weights of the last.
-        waiting = [experiment for experiment in waiting if not place.result(experiment.name).exists()]
+        waiting = [
+            experiment
+            for experiment in waiting
+            if not (place.result(experiment.name).exists() or place.failed_since(experiment.name, began))
+        ]
         fits = _fitting(place, left) if whole and left is not None else lambda experiment: True
-        with claim(filter(fits, waiting), place) as experiment:
+        with claim(filter(fits, waiting), place, began) as experiment:
             if experiment is None:
                 if not _may_come(waiting, fits, place):
                     break
@@ -88,12 +95,11 @@ def run_experiments(
             say(f"{name}: {experiment.network}, from step {place.steps_done(experiment):,} of {experiment.steps:,}")
             try:
                 result = _train(experiment, place, left, compile, graphs)
-            except DivergedError as error:
-                say(f"{name}: {error}")
-                failed = 1
-                continue
-            except RuntimeError:  # no more memory, or what torch cannot do with this network: the others may still work
-                say(f"{name}: failed\n{traceback.format_exc()}")
+            except (DivergedError, RuntimeError) as error:
+                # A RuntimeError: no more memory, or what torch cannot do with this network. The others may still work.
+                why = str(error) if isinstance(error, DivergedError) else f"failed\n{traceback.format_exc()}"
+                say(f"{name}: {why}")
+                replace_file(place.failure(name), why.encode())
                 failed = 1
                 continue
             if result.stopped_by is not None:

@@ -12,6 +12,7 @@ from gsanet.layers.attention import Combination
 from gsanet.paper.best import Pair, paper_best
 from gsanet.paper.choices import Choice, training_loss
 from gsanet.paper.compare import Compared, Difference, Setting
+from gsanet.paper.decay import SUFFIX, Decayed
 from gsanet.paper.matrix import matrix
 from gsanet.paper.open_questions import Answer
 from gsanet.paper.printed import CHECK, PrintedTable
@@ -249,6 +250,23 @@ def show_choices(rows: Sequence[Choice]) -> Iterator[RenderableType]:
         yield f"{NOT_YET} not measured here yet: `gsanet paper run 'choice-*'`."
     yield "Conv.: with convolutions. Ahead: points that GSA is. Loss: of training, with convolutions, then GSA's."
     yield "A recipe is taken for the higher mean of both networks."
+
+
+def show_decayed(rows: Sequence[Decayed]) -> Iterator[RenderableType]:
+    """What weight decay does, and the lines below it."""
+    columns = ("Top-1", "Loss", "Top-1, recipe's", "Loss, recipe's", "Gained")
+    table = _table("Tiny-ImageNet with the weight decay of the tables, and with the recipe's", "", columns)
+    for row in rows:
+        figures = []
+        for run in (row.chosen, row.light):
+            figures += [NOT_YET] * 2 if run is None else [f"{run.top1:.2f}", _figure(training_loss(run), 1, 2)]
+        gained = NOT_YET if row.gained is None else f"{row.gained:+.2f}"
+        table.add_row(f"{row.network}\n  [dim]{row.name}[/]", *figures, gained)
+    yield table
+    if any(row.gained is None for row in rows):
+        yield f"{NOT_YET} not measured here yet: `gsanet paper run NAME`."
+    chosen, light = (matrix()[name].recipe.weight_decay for name in (rows[0].name, rows[0].name + SUFFIX))
+    yield f"Weight decay {chosen:g} in the tables, {light:g} in the recipe. Loss: of training, over the last epochs."
 
 
 def show_pairs(rows: Sequence[Pair]) -> Iterator[RenderableType]:

@@ -122,6 +122,13 @@ def test_pictures(tmp_path, command):
     assert [file.name for file in tmp_path.glob("*.png")] == ["results-tinyimagenet.png"]
     assert "results-tinyimagenet.png" in said
     assert Image.open(tmp_path / "results-tinyimagenet.png").width > 1000
+    drawn = (tmp_path / "results-tinyimagenet.png").read_bytes()
+    write(tmp_path, e=run("gsa_resnet38", 50.0, model_kwargs={"content": False}, **figures))
+    draw_results(read_results(tmp_path), tmp_path)
+    assert (tmp_path / "results-tinyimagenet.png").read_bytes() == drawn  # parts of the module are left out
+    write(tmp_path, f=run("gsa_resnet38", 50.0, model_kwargs={"groups": [2, 3, 4]}, **figures))
+    draw_results(read_results(tmp_path), tmp_path)
+    assert (tmp_path / "results-tinyimagenet.png").read_bytes() != drawn
     with pytest.raises(ValueError, match="nothing to draw: the folder of results holds no two runs"):
         draw_results(Results(), tmp_path)
     assert "there is no folder" in command("paper", "figures", "--out", tmp_path / "none", code=2)

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
@@ -9,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 
-from gsanet.paper import best, run_matrix, studies
+from gsanet.paper import best, decay, run_matrix, studies
 from gsanet.paper.matrix import choose, matrix, read_matrix
 from gsanet.paper.place import Place
 from gsanet.paper.plan import plan_lines
@@ -17,6 +18,7 @@ from gsanet.paper.printed import printed_table
 from gsanet.paper.record import record_run
 from gsanet.paper.results import read_results
 from gsanet.paper.run_matrix import run_command, run_experiments
+from gsanet.train.checkpoint import replace_file
 from gsanet.train.engine import train
 from gsanet.train.recipe import load_recipe
 
@@ -56,7 +58,7 @@ def test_the_runs_can_be_made():
         if run.weights:
             assert matrix()[run.weights].network == run.network
         if run.question:
-            assert run.name in sum(best.PAIRS.values(), ())
+            assert run.name in sum(best.PAIRS.values(), ()) or run.name.endswith(decay.SUFFIX)
             assert not run.tables
     for name in ("conv38", "san-19", "gsa38-norm-qkv", "gsa38-reach-3"):
         assert matrix()[name].flops > 4e8
@@ -216,6 +218,26 @@ def test_a_run_that_fails_does_not_end_the_others(small, monkeypatch):
     assert code == 1
     assert any(line.startswith("gsa: failed") and "CUDA out of memory" in line for line in said)
     assert place.result("choice").exists()
+
+
+def test_what_failed_in_another_process_is_passed_over(small, monkeypatch):
+    found, place = small
+    looks = []
+
+    def diverge():
+        looks.append(None)
+        replace_file(place.failure("gsa"), b"the loss became nan")
+        other.close()
+
+    monkeypatch.setattr(run_matrix, "_wait_for_others", diverge)
+    with ExitStack() as other:
+        other.enter_context(made_by_another(place, "gsa"))
+        assert run_experiments([found["tuned"], found["gsa"]], place, "abc", say=lambda line: None) == 0
+    assert len(looks) == 1
+    assert not place.run("gsa").exists()
+    os.utime(place.failure("gsa"), (0, 0))  # before this command: it is tried again
+    assert run_experiments([found["gsa"]], place, "abc", say=lambda line: None) == 0
+    assert place.result("gsa").exists()
 
 
 def test_another_recipe_is_not_continued(small):

@@ -326,12 +326,14 @@ def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bo
 def _bundled_warps(shape: Shape, backward: bool, features: Mapping[str, bool], fitting: int) -> tuple[int, int] | None:
     """(warps, blocks on a multiprocessor) of bundles: as many blocks as have registers enough.
 
-    Measured at 4x4x512 and 8x8x256 (`benchmarks/plans.py`); a fourth block of the row layer costs a third of its speed
-    at the first of them, a fifth block nothing or a little at the second.
+    Measured at 4x4x512, 8x8x256, 8x8x512 and 7x7x512 (`benchmarks/plans.py`); a fourth block of the row layer costs a
+    third of its speed at the first of them, a fifth block nothing or a little at the second. The gradient of a module
+    with one axis, which has both parts of content attention in it, is a fifth faster alone at the last two.
     """
     widest = max(shape.padded(shape.key), shape.padded(shape.value))
     if backward:
-        most = 3 if widest <= 32 else 2 if widest <= 64 else 1
+        both_parts = features.get("content_queries") and features.get("content_keys")
+        most = 3 if widest <= 32 else 2 if widest <= 64 and not both_parts else 1
     else:
         alone = not (features.get("statistics") or features.get("norm_values"))  # with no norm before or behind it
         most = 4 if widest <= 32 or (widest <= 64 and alone) else 3

@@ -120,6 +120,10 @@ def test_cuts():
         for backward, feature in ((False, "content"), (True, "content_keys")):
             plan = plan_line(h200, shape, length, length, 512, backward=backward, **{feature: content})
             assert cut(plan) == expected, (length, width)
+    # One block where queries and keys of content attention are in one kernel.
+    for features, blocks in ({"content_keys": True}, 2), ({"content_keys": True, "content_queries": True}, 1):
+        plan = plan_line(h200, Shape(BF16, 8, 64, 64, True), 8, 8, 512, backward=True, **features)
+        assert dict(plan.kernel.constants)["BLOCKS"] == blocks
     # One image: more and smaller blocks.
     plan = plan_line(h200, Shape(BF16, 8, 64, 64, True), 7, 7, 1, backward=False, content=True)
     assert cut(plan) == (1, 2)
