@@ -68,12 +68,9 @@ def test_unfolded_where_only_pytorch_s_operators_will_do(reason, inner, outer, w
     q, weights = random(2, *inner, 3, 4), random(2, *inner, 3, window**2)
     k = random(2, *outer, 3, 4)
     expected = local.local_scores(q, k, *options), local.local_mix(weights, k, *options)
-    assert [type(out.grad_fn).__name__ for out in expected] == [
-        f"GeneratedBackwardFor_gsanet_{name}_defaultBackward" for name in ("local_scores", "local_mix")
-    ]
     monkeypatch.setattr(local, reason, lambda: True)
+    monkeypatch.delattr(local, "local_ops")
     found = local.local_scores(q, k, *options), local.local_mix(weights, k, *options)
-    assert [type(out.grad_fn).__name__ for out in found] == ["SumBackward1", "SumBackward1"]
     assert_close(found, expected)
 
 
