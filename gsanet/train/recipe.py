@@ -17,6 +17,10 @@ from gsanet.train.data import DataSettings
 from gsanet.words import first_line, suggest
 
 SECTIONS = ("data", "model_kwargs")
+POSITIVE = (
+    "img_size", "epochs", "steps", "batch_size", "accumulation", "max_device_batch", "lr", "lr_images", "step_size",
+    "step_factor", "clip_grad", "evaluate_epochs", "checkpoint_minutes", "checkpoint_steps", "timeout_minutes",
+)  # fmt: skip
 FIXED = {"num_classes": "the data set says how many", "features_only": "training needs the classifier"}
 OTHER_NAMES = {"learning_rate": "lr", "image_size": "img_size"}  # what others call it
 
@@ -106,18 +110,7 @@ class Recipe:
         if (self.epochs is None) == (self.steps is None):
             given = "neither" if self.epochs is None else "both"
             raise ValueError(f"a recipe needs either epochs or steps, got {given}")
-        for key in (
-            *("img_size", "epochs", "steps", "batch_size", "accumulation", "max_device_batch", "lr", "lr_images"),
-            *(
-                "step_size",
-                "step_factor",
-                "clip_grad",
-                "evaluate_epochs",
-                "checkpoint_minutes",
-                "checkpoint_steps",
-                "timeout_minutes",
-            ),
-        ):
+        for key in POSITIVE:
             value = getattr(self, key)
             if value is not None and not min(value if isinstance(value, tuple) else (value,)) > 0:
                 raise ValueError(f"{key} must be more than 0, got {value}")
