@@ -1,4 +1,4 @@
-"""Every way to cut the lines of a map into blocks, timed: what `gsanet.functional.fused.plan` should choose.
+"""Every way to cut the lines of a map into blocks, timed: what `gsanet.functional.fused.plan.lines` should choose.
 
     python benchmarks/plans.py --maps 56x56x64 28x28x128 --batch 256
 
@@ -19,8 +19,10 @@ from measure import Graphed
 from torch import Tensor
 
 from gsanet.bench import milliseconds, one_line
-from gsanet.functional.fused import calls, plan
+from gsanet.functional.fused import calls
 from gsanet.functional.fused.compiler import architecture_of, compile_all
+from gsanet.functional.fused.plan import Launch, bundle_of
+from gsanet.functional.fused.plan import lines as line_plans
 
 HEADS = 8
 # The kernels that a plan cuts; "line" is the only one of a module with one axis.
@@ -69,7 +71,7 @@ def kernels(height: int, width: int, channels: int, batch: int, pool: bool) -> d
 def cuts(backward: bool, length: int) -> Iterator[Cut]:
     """All that the kernels' sources allow, whether they fit or not."""
     if length <= 8:
-        shares = [(heads, 8 // heads * plan.bundle_of(length)) for heads in (8, 4, 2, 1)]
+        shares = [(heads, 8 // heads * bundle_of(length)) for heads in (8, 4, 2, 1)]
         loads = [(8, blocks) for blocks in (range(1, 5) if backward else range(2, 7))]
     else:
         shares = [
@@ -92,18 +94,18 @@ def forced(cut: Cut) -> Iterator[None]:
     def share(*_: Any) -> list[tuple[int, int]]:
         return [(heads, lines)]
 
-    plan.plan_line.cache_clear()
+    line_plans.plan_line.cache_clear()
     with (
-        mock.patch.multiple(plan, _cuts=share, _backward_warps=choose, _forward_warps=choose),
-        mock.patch.multiple(plan, _bundled_cuts=share, _bundled_warps=choose),
+        mock.patch.multiple(line_plans, _cuts=share, _backward_warps=choose, _forward_warps=choose),
+        mock.patch.multiple(line_plans, _bundled_cuts=share, _bundled_warps=choose),
     ):
         yield
-    plan.plan_line.cache_clear()
+    line_plans.plan_line.cache_clear()
 
 
-def planned(run: Run) -> plan.Launch | None:
+def planned(run: Run) -> Launch | None:
     """The line kernel that a call would launch, or None if nothing fits."""
-    launches: list[plan.Launch] = []
+    launches: list[Launch] = []
     with mock.patch.object(calls, "launch", lambda launch, *_: launches.append(launch)):
         try:
             run()
@@ -124,7 +126,7 @@ def main() -> None:
     for text in options.maps:
         height, width, channels = map(int, text.split("x"))
         for name, run in kernels(height, width, channels, options.batch, options.pool).items():
-            found: dict[Cut, plan.Launch] = {}
+            found: dict[Cut, Launch] = {}
             length = height if name.startswith("column") else width
             for cut in cuts("gradient" in name, length) if name in LINES and options.show else ():
                 with forced(cut):

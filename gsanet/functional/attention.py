@@ -13,7 +13,7 @@ from torch import Tensor
 from gsanet.functional import checks
 from gsanet.functional.backends import Axis, Norm, select_backend, select_whole
 from gsanet.functional.pooling import average_pool
-from gsanet.functional.transforms import explain_norms, is_transformed
+from gsanet.functional.transforms import call_with_norms
 
 
 def content_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -231,13 +231,8 @@ def _to_feature_map(x: Tensor) -> Tensor:
 
 
 def _apply_norm(norm: Norm, x: Tensor) -> Tensor:
-    heads, x = x.shape[3:], _to_feature_map(x)
-    if is_transformed():
-        with explain_norms():
-            x = norm(x)
-    else:
-        x = norm(x)
-    return x.permute(0, 2, 3, 1).unflatten(-1, heads)
+    heads = x.shape[3:]
+    return call_with_norms(norm, _to_feature_map(x)).permute(0, 2, 3, 1).unflatten(-1, heads)
 
 
 def _autocast_dtype(q: Tensor) -> torch.dtype | None:

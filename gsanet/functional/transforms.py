@@ -1,9 +1,9 @@
 """Whether a call is seen through `torch.func`: `vmap`, `grad`, `jacrev` and the like."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 # Of PyTorch's complaints about a batch norm in training, under `vmap` and under gradients.
 COMPLAINTS = ("running_mean or running_var", "mutate a captured Tensor")
@@ -18,11 +18,12 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-@contextmanager
-def explain_norms() -> Iterator[None]:
-    """Say what to do where a batch norm in training would change statistics that a transform knows nothing of."""
+def call_with_norms(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`call(x)`; says what to do where a batch norm in it would change statistics that a transform knows nothing of."""
+    if not is_transformed():
+        return call(x)
     try:
-        yield
+        return call(x)
     except RuntimeError as error:
         if not any(words in str(error) for words in COMPLAINTS):
             raise

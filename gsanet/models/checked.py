@@ -9,7 +9,7 @@ from timm.models.byobnet import ByobNet
 from torch import Tensor, fx, nn
 
 from gsanet.functional.checks import check_feature_map
-from gsanet.functional.transforms import explain_norms, is_transformed
+from gsanet.functional.transforms import call_with_norms
 
 
 def check_images(x: Tensor, channels: int) -> None:
@@ -33,10 +33,7 @@ class CheckedNetwork(ByobNet):
     def forward_features(self, x: Tensor) -> Tensor:
         """From (batch, channels, height, width) to the last map."""
         check_images(x, self.in_chans)
-        if is_transformed():
-            with explain_norms():
-                return super().forward_features(x)
-        return super().forward_features(x)
+        return call_with_norms(super().forward_features, x)
 
     def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As timm's."""

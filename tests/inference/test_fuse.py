@@ -18,7 +18,7 @@ import gsanet
 from gsanet import GlobalSelfAttention, fuse_for_inference
 from gsanet.functional import fused, global_self_attention_map, use_backend
 from gsanet.functional.backends import BACKENDS, Backend
-from gsanet.functional.fused import axis_ops, calls, ops
+from gsanet.functional.fused import axis_ops, calls, module_ops
 from gsanet.functional.fused.plan import Machine
 from gsanet.inference import InferenceSelfAttention
 
@@ -282,7 +282,7 @@ def test_operator(on_host, dtype, size, heads, key, value, stride, content, fini
     tables = [torch.randn(2 * length - 1, key).div((key * length) ** 0.5).to(dtype) for length in size]
     norm, end = torch.randn(2, 2, heads * value)
     arguments = x, weight, *tables, norm, end if finish else None
-    out = ops.attention_map_inference(*arguments, heads, heads * key, content, stride)
+    out = module_ops.attention_map_inference(*arguments, heads, heads * key, content, stride)
     assert out.is_contiguous(memory_format=torch.channels_last)
     *maps, norm, end = (None if tensor is None else tensor.double() for tensor in arguments)
     with use_backend("reference"):
@@ -320,7 +320,7 @@ def test_a_module_is_one_operator(on_host):
             assert relative_error(folded.bfloat16()(x.bfloat16()), expected) < 0.02
         assert len(on_host) == 5 * 3
     torch.library.opcheck(
-        ops.attention_map_inference,
+        module_ops.attention_map_inference,
         (
             x.detach(),
             torch.randn(96, 32),
@@ -361,7 +361,7 @@ def test_a_module_with_one_axis_is_one_operator(on_host, dtype, options):
 def test_the_operator_has_no_gradient(on_host):
     x = torch.randn(1, 16, 4, 4, requires_grad=True)
     tables = torch.randn(2, 7, 8)
-    out = ops.attention_map_inference(x, torch.randn(48, 16), *tables, *torch.randn(2, 2, 16), 2, 16, True, 1)
+    out = module_ops.attention_map_inference(x, torch.randn(48, 16), *tables, *torch.randn(2, 2, 16), 2, 16, True, 1)
     with pytest.raises(RuntimeError, match="has no gradient"):
         out.sum().backward()
     out, *_ = axis_ops.attention_map(x, torch.randn(48, 16), tables[0], torch.randn(2, 16), "row", 2, 16, True, 1)

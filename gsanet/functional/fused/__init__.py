@@ -1,16 +1,17 @@
 """The backend `fused`: attention in CUDA C++ kernels, compiled for the shape at hand when it is first met.
 
-Nothing of the size of the scores is ever stored. `ops` holds the operators, `axis_ops` that of modules with one
-positional axis, `projection` what whole modules share, `calls` one function for each kernel, `plan` how shapes are cut
-into blocks, `compiler` the way from source to launch, `kernels` the source. `norms` and `norm_ops` are the batch norms
-around attention, in training.
+Nothing of the size of the scores is ever stored. `layer_ops` holds the operators of the two layers, `module_ops` and
+`axis_ops` those of whole modules, with both positional axes and with one, `projection` what these share, `fitting`
+which shapes the kernels take. `calls` has one function for each kernel, `plan` how shapes are cut into blocks,
+`compiler` the way from source to launch, `kernels` the source. `norms` and `norm_ops` are the batch norms around
+attention, in training.
 """
 
 import torch
 from torch import Tensor, nn
 
 from gsanet.functional.backends import Axis, Backend, Norm, Operation
-from gsanet.functional.fused import available, axis_ops, ops
+from gsanet.functional.fused import available, axis_ops, fitting, layer_ops, module_ops
 from gsanet.functional.fused.norms import centre_of, in_float32, keep_statistics
 from gsanet.functional.fused.plan import LONGEST, SCALARS, WIDTHS
 from gsanet.functional.lean import fit_table
@@ -19,12 +20,12 @@ from gsanet.functional.transforms import is_transformed
 
 def content_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As `gsanet.functional.content_attention`."""
-    return ops.content_attention(q, k, v)[0]
+    return layer_ops.content_attention(q, k, v)[0]
 
 
 def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, reach: int | None) -> Tensor:
     """As `gsanet.functional.positional_attention`."""
-    return ops.positional_attention(q, v, fit_table(rel, q.shape[1 if axis == "column" else 2], reach), axis)
+    return layer_ops.positional_attention(q, v, fit_table(rel, q.shape[1 if axis == "column" else 2], reach), axis)
 
 
 def attention_map(
@@ -51,7 +52,7 @@ def attention_map(
         fit_table(rel, length, reach) for rel, length in zip((rel_column, rel_row), x.shape[2:], strict=True)
     )
     if isinstance(norm, Tensor):
-        return ops.attention_map_inference(
+        return module_ops.attention_map_inference(
             x, weight, rel_column, rel_row, norm, finish, num_heads, dim_key, content, stride
         )  # fmt: skip
     assert isinstance(norm, nn.BatchNorm2d)
@@ -61,7 +62,7 @@ def attention_map(
     norm_weight, norm_bias = in_float32(norm)
     from_batch = norm.training or norm.running_mean is None
     applied = None if from_batch else _applied(norm, norm_weight, norm_bias)
-    out, _, used, *_ = ops.attention_map(
+    out, _, used, *_ = module_ops.attention_map(
         x, weight, rel_column, rel_row, norm_weight, norm_bias, centre_of(norm, x), applied,
         num_heads, dim_key, content, stride, norm.eps,
     )  # fmt: skip
@@ -102,7 +103,7 @@ def refuses(operation: Operation, *tensors: Tensor, **settings: object) -> str |
             return f"its kernels take maps of up to {LONGEST} x {LONGEST} pixels, not {q.shape[1]} x {q.shape[2]}"
         shape = (*q.shape[1:], v.shape[4])
         for backward in (False, True) if _differentiated(*tensors) else (False,):
-            if not all(ops.fits(q, shape, axis, backward=backward) for axis in ("column", "row")):
+            if not all(fitting.fits(q, shape, axis, backward=backward) for axis in ("column", "row")):
                 return f"a line of {max(q.shape[1:3])} pixels with heads this wide does not fit into shared memory"
     return None
 
@@ -146,7 +147,7 @@ def _refuses_map(
         return f"its kernel of the whole module takes heads of a multiple of 8 channels, not {dim_key // num_heads}"
     if x.shape[0] == 0 or x.shape[0] * height * width < 2:
         return "there is nothing to normalise"
-    if not ops.fits_module(x, shape, stride):
+    if not fitting.fits_module(x, shape, stride):
         return f"a line of a map of {height} x {width} pixels does not fit into the memory or registers of its kernels"
     return None
 
@@ -162,7 +163,7 @@ def _refuses_one_axis(
     if (reason := _refuses_lines(tensors, [] if finish is None else [finish], shape, (axis,), stride)) is not None:
         return reason
     gradient = {"backward": True, "pool": stride == 2, "content_keys": content}
-    if _differentiated(*tensors) and not ops.fits(tensors[0], shape, axis, **gradient):
+    if _differentiated(*tensors) and not fitting.fits(tensors[0], shape, axis, **gradient):
         return f"a {axis} of a map of {shape[0]} x {shape[1]} pixels does not fit into its kernel of the gradients"
     return None
 
@@ -188,7 +189,7 @@ def _refuses_lines(
     if max(height, width) > LONGEST:
         return f"its kernels take maps of up to {LONGEST} x {LONGEST} pixels, not {height} x {width}"
     for axis in axes:
-        if not ops.fits(x, shape, axis, backward=False, pool=axis == axes[-1] and stride == 2):
+        if not fitting.fits(x, shape, axis, backward=False, pool=axis == axes[-1] and stride == 2):
             return f"a line of a map of {height} x {width} pixels with heads this wide does not fit into shared memory"
     return None
 

@@ -9,7 +9,7 @@ from torch import nn
 import gsanet
 from gsanet.functional import fused
 from gsanet.functional.backends import BACKENDS
-from gsanet.functional.fused import axis_ops, calls, ops
+from gsanet.functional.fused import axis_ops, calls, module_ops
 
 
 def train(network, x):
@@ -29,8 +29,9 @@ def infer(network, x):
 @pytest.mark.parametrize("behind", [[], [nn.BatchNorm2d, nn.ReLU]], ids=["alone", "with a norm and a ReLU"])
 @pytest.mark.parametrize("use", [train, evaluate, infer])
 def test_what_is_compiled_is_what_is_launched(planned, monkeypatch, use, behind, options):
-    ahead, compiled = ops._compile_ahead.__wrapped__, []
-    monkeypatch.setattr(ops, "_compile_ahead", lambda run, device, *rest: ahead(run, torch.device("cuda", 0), *rest))
+    ahead, compiled = module_ops._compile_ahead.__wrapped__, []
+    on_gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(module_ops, "_compile_ahead", lambda run, device, *rest: ahead(run, on_gpu, *rest))
     monkeypatch.setattr(calls, "architecture_of", lambda device: "sm_90")
     monkeypatch.setattr(calls, "compile_all", lambda kernels, architecture: compiled.append(set(kernels)))
     takes_all = replace(fused.BACKEND, refuses=lambda *arguments, **settings: None)

@@ -28,7 +28,7 @@ from gsanet.functional import (
     positional_attention,
     use_backend,
 )
-from gsanet.functional.fused import axis_ops, ops
+from gsanet.functional.fused import axis_ops, layer_ops, module_ops
 from gsanet.functional.fused.plan import Machine
 
 FLOAT, BF16, HALF = torch.float32, torch.bfloat16, torch.float16
@@ -754,24 +754,24 @@ def opcheck_arguments(device):
 
     q, k, v, d_out = maps(4, 2, 6, 4, 2, 8)
     column, row = maps(1, 11, 8)[0], maps(1, 7, 8)[0]
-    yield ops.positional_attention, (q, v, column, "column")
-    yield ops.positional_attention, (q, v, row, "row")
+    yield layer_ops.positional_attention, (q, v, column, "column")
+    yield layer_ops.positional_attention, (q, v, row, "row")
     plain = [one.detach() for one in (q, k, v, d_out, row)]
-    yield ops.positional_attention_gradient, (plain[0], plain[2], plain[4], plain[3], "row")
-    yield ops.content_attention, (q, k, v)
-    vectors = ops.content_attention(*plain[:3])[1:]
-    yield ops.content_attention_gradient, (*plain[:4], *vectors)
+    yield layer_ops.positional_attention_gradient, (plain[0], plain[2], plain[4], plain[3], "row")
+    yield layer_ops.content_attention, (q, k, v)
+    vectors = layer_ops.content_attention(*plain[:3])[1:]
+    yield layer_ops.content_attention_gradient, (*plain[:4], *vectors)
     (x,) = maps(1, 2, 5, 6, 4)
     weight_bias = maps(2, 16)
     centre = torch.zeros(16, device=device)
     for content, stride in ((True, 1), (False, 2)):
         weight = normal(48 if content else 32, 5, dtype=FLOAT).to(device).requires_grad_()
         settings = (2, 16, content, stride)
-        yield ops.attention_map, (x, weight, column, row, *weight_bias, centre, None, *settings, 1e-5)
+        yield module_ops.attention_map, (x, weight, column, row, *weight_bias, centre, None, *settings, 1e-5)
         tensors = [one.detach() for one in (x, weight, column, row)]
-        out, *kept = ops.attention_map(*tensors, None, None, centre, None, *settings, 1e-5)
-        yield ops.attention_map, (*tensors, None, None, centre, kept[1], *settings, 1e-5)
-        yield ops.attention_map_gradient, (torch.ones_like(out), *tensors, *kept, *settings, False)
+        out, *kept = module_ops.attention_map(*tensors, None, None, centre, None, *settings, 1e-5)
+        yield module_ops.attention_map, (*tensors, None, None, centre, kept[1], *settings, 1e-5)
+        yield module_ops.attention_map_gradient, (torch.ones_like(out), *tensors, *kept, *settings, False)
     weight = normal(48, 5, dtype=FLOAT).to(device).requires_grad_()
     settings = ("row", 2, 16, True, 2)
     yield axis_ops.attention_map, (x, weight, row, None, *settings)

@@ -22,8 +22,8 @@ from functional.fused.test_kernels import (
     step,
 )
 
-from gsanet.functional.fused import plan
 from gsanet.functional.fused.plan import Machine, Shape, plan_line
+from gsanet.functional.fused.plan import lines as line_plans
 
 ALONE = {"content": False}
 
@@ -31,7 +31,7 @@ ALONE = {"content": False}
 @pytest.fixture
 def short(kernels, monkeypatch):
     """Kernels that hold 16 pixels of a line at a time."""
-    monkeypatch.setattr(plan, "BAND", 16)
+    monkeypatch.setattr(line_plans, "BAND", 16)
     plan_line.cache_clear()
     yield kernels
     plan_line.cache_clear()

@@ -1,22 +1,19 @@
-"""The kernels as operators of PyTorch: with fake implementations for torch.compile and torch.export, and with autograd.
+"""The whole module as operators of PyTorch, with autograd, and fake implementations for torch.compile and export.
 
-`gsanet::positional_attention` and `gsanet::content_attention` are the two layers; `gsanet::attention_map` is the whole
-module, from the feature map to the pooled output: the projection, both branches and the batch norm between the axes.
-`gsanet::attention_map_inference` is the same with fixed norms, the one behind the module included, and has no gradient.
+`gsanet::attention_map` goes from the feature map to the pooled output: the projection, both branches and the batch norm
+between the axes. `gsanet::attention_map_inference` is the same with fixed norms, the one behind the module included,
+and has no gradient. Modules with one axis are in `axis_ops.py`.
 """
 
 import functools
 from collections.abc import Callable
-from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gsanet.functional.backends import Axis
 from gsanet.functional.fused import calls
 from gsanet.functional.fused.beside import start_beside
-from gsanet.functional.fused.plan import Shape, plan_line
 from gsanet.functional.fused.prepared import prepared_operator
 from gsanet.functional.fused.projection import (
     empty_results,
@@ -28,185 +25,6 @@ from gsanet.functional.fused.projection import (
     to_feature_map,
 )
 from gsanet.functional.inference_only import refuse_gradients
-
-
-@torch.library.custom_op("gsanet::positional_attention", mutates_args=())
-def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: str) -> Tensor:
-    """Positional attention; `rel` holds exactly the offsets of the line, (2 * length - 1, k)."""
-    if v.numel() == 0:
-        return _like_map(v)
-    return calls.attend(calls.side_by_side(q), calls.side_by_side(v), rel.contiguous(), _axis(axis)).out
-
-
-@positional_attention.register_fake
-def _(q: Tensor, v: Tensor, rel: Tensor, axis: str) -> Tensor:
-    return _like_map(v)
-
-
-@torch.library.custom_op("gsanet::positional_attention_gradient", mutates_args=())
-def positional_attention_gradient(
-    q: Tensor, v: Tensor, rel: Tensor, d_out: Tensor, axis: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, v and rel."""
-    d_q, d_v = _like_map(q), _like_map(v)
-    if v.numel() == 0:
-        return d_q, d_v, torch.zeros_like(rel)
-    q, v, d_out = (calls.side_by_side(tensor) for tensor in (q, v, d_out))
-    gradient = calls.attend_gradient(q, v, rel.contiguous(), d_out, _axis(axis), d_q, d_v)
-    return d_q, d_v, gradient.d_rel
-
-
-@positional_attention_gradient.register_fake
-def _(q: Tensor, v: Tensor, rel: Tensor, d_out: Tensor, axis: str) -> tuple[Tensor, Tensor, Tensor]:
-    return _like_map(q), _like_map(v), torch.empty_like(rel, memory_format=torch.contiguous_format)
-
-
-def _save_positional(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: Tensor) -> None:
-    *tensors, ctx.axis = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _positional_gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    q, v, rel = ctx.saved_tensors
-    return *positional_attention_gradient(q, v, rel, d_out, ctx.axis), None
-
-
-positional_attention.register_autograd(_positional_gradient, setup_context=_save_positional)
-
-
-def fits(
-    like: Tensor,
-    shape: tuple[int, int, int, int, int],
-    axis: str,
-    backward: bool,
-    pool: bool = False,
-    content_keys: bool = False,
-) -> bool:
-    """Whether the kernel of positional attention, or of its gradient, takes lines of this shape.
-
-    Args:
-        like: A tensor of the dtype and device in question.
-        shape: (height, width, heads, k, v).
-        axis: The axis.
-        backward: The gradient's kernel.
-        pool: Whether the output is pooled.
-        content_keys: Whether the gradient's kernel has the keys too.
-    """
-    # torch.compile may have the sizes as symbols: `index` makes them numbers, for which it then compiles.
-    return _fits(like.dtype, like.device.index or 0, *map(index, shape), axis, backward, pool, content_keys)
-
-
-def fits_module(like: Tensor, shape: tuple[int, int, int, int, int], stride: int) -> bool:
-    """The same for all kernels of a whole module, with all that they do besides."""
-    return _fits_module(like.dtype, like.device.index or 0, *map(index, shape), stride)
-
-
-@torch.compiler.assume_constant_result
-def _fits(
-    dtype: torch.dtype,
-    device: int,
-    height: int,
-    width: int,
-    heads: int,
-    key: int,
-    value: int,
-    axis: str,
-    backward: bool,
-    pool: bool,
-    content_keys: bool,
-) -> bool:
-    machine, shape = calls.machine(torch.device("cuda", device)), Shape(dtype, heads, key, value, vector=False)
-    length = height if axis == "column" else width
-    plan = plan_line(machine, shape, length, 1, 1, backward=backward, pool=pool, content_keys=content_keys)
-    return plan is not None
-
-
-@torch.compiler.assume_constant_result
-def _fits_module(
-    dtype: torch.dtype, device: int, height: int, width: int, heads: int, key: int, value: int, stride: int
-) -> bool:
-    machine, shape = calls.machine(torch.device("cuda", device)), Shape(dtype, heads, key, value, vector=False)
-    pool = stride == 2
-    plans = (
-        plan_line(machine, shape, height, 1, 1, backward=False, statistics=True),
-        plan_line(machine, shape, width, 1, 1, backward=False, norm_values=True, content=True, pool=pool),
-        plan_line(machine, shape, width, 1, 1, backward=True, statistics=True, pool=pool),
-        plan_line(machine, shape, height, 1, 1, backward=True, content_keys=True),
-    )
-    return all(plan is not None for plan in plans)
-
-
-@torch.library.custom_op("gsanet::content_attention", mutates_args=())
-def content_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Content attention: the output, and what its gradient needs of the context vectors and of the softmax."""
-    if v.numel() == 0:
-        return _like_map(v), *calls.empty_context(q, v)
-    k, v = (_rows_in_order(calls.side_by_side(tensor)) for tensor in (k, v))
-    vectors = calls.context_vectors(k, v)
-    out = _like_map(v)
-    torch.matmul(_by_head(q), calls.unpacked(vectors.context, q.shape[4], v.shape[4]), out=_by_head(out))
-    return out, *vectors
-
-
-@content_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _like_map(v), *calls.empty_context(q, v)
-
-
-@torch.library.custom_op("gsanet::content_attention_gradient", mutates_args=())
-def content_attention_gradient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d_out: Tensor,
-    context: Tensor,
-    turned: Tensor,
-    key_max: Tensor,
-    key_inverse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
-    d_q, d_k, d_v = _like_map(q), _like_map(k), _like_map(v)
-    if v.numel() == 0:
-        return d_q, d_k, d_v
-    key, value = q.shape[4], v.shape[4]
-    q, d_out = (_rows_in_order(calls.side_by_side(tensor)) for tensor in (q, d_out))
-    vectors = calls.ContextVectors(context, turned, key_max, key_inverse)
-    packed, _, offset = calls.context_gradient(q, d_out, vectors)
-    gradient = calls.unpacked(packed, key, value)
-    torch.matmul(_by_head(d_out), calls.unpacked(context, key, value).mT, out=_by_head(d_q))
-    weights = (k.flatten(1, 2) - key_max[:, None]).exp_().to(k.dtype)  # b, xy, n, k
-    weights_by_head = weights.transpose(1, 2)
-    torch.matmul(weights_by_head, gradient, out=_by_head(d_v))
-    slope = torch.matmul(_by_head(v), gradient.mT)  # b, n, xy, k
-    _by_head(d_k).copy_(weights_by_head * (slope - offset[:, :, None]))
-    return d_q, d_k, d_v
-
-
-@content_attention_gradient.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d_out: Tensor,
-    context: Tensor,
-    turned: Tensor,
-    key_max: Tensor,
-    key_inverse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _like_map(q), _like_map(k), _like_map(v)
-
-
-def _save_content(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _content_gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-    q, k, v, *vectors = ctx.saved_tensors
-    return content_attention_gradient(q, k, v, d_out, *vectors)
-
-
-content_attention.register_autograd(_content_gradient, setup_context=_save_content)
 
 
 def _attention_map(
@@ -475,21 +293,3 @@ def _(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
 
 
 refuse_gradients(attention_map_inference)
-
-
-def _like_map(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """(batch, x, y, head, channel) as (batch, head, pixel, channel), a view of a map whose rows follow each other."""
-    return x.flatten(1, 2).transpose(1, 2)
-
-
-def _rows_in_order(x: Tensor) -> Tensor:
-    """The map itself if its pixels are equally spaced in order, else a copy."""
-    return x if x.stride(1) == x.shape[2] * x.stride(2) else x.contiguous()
-
-
-def _axis(axis: str) -> Axis:
-    return "column" if axis == "column" else "row"

@@ -1,0 +1,97 @@
+"""What goes over maps and not along lines: sums of channels, batch norms, pooling, local attention."""
+
+import functools
+
+import torch
+
+from gsanet.functional.fused.compiler import Specialisation, specialise
+from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine
+
+ROW_WARPS = 16  # that share the sums of what other kernels' blocks left
+
+
+@functools.cache
+def plan_norm(channels: int, entry: str) -> Launch:
+    """The statistics of the batch norm (`norm_statistics`) or its gradients (`norm_gradient`)."""
+    return _plan_rows(specialise("norm.cu", entry, WARPS=ROW_WARPS, BLOCKS=1), channels, 2)
+
+
+@functools.cache
+def plan_table(dtype: torch.dtype, columns: int) -> Launch:
+    """The sum of what the blocks of a line layer's gradient left of the gradient of its table."""
+    kernel = specialise("table.cu", "table_gradient", SCALAR=SCALARS[dtype], WARPS=ROW_WARPS, BLOCKS=1)
+    return _plan_rows(kernel, columns, 1)
+
+
+def _plan_rows(kernel: Specialisation, columns: int, numbers: int) -> Launch:
+    """Sums over rows, `kernels/rows.cuh`, of so many numbers for each column."""
+    threads = 32 * ROW_WARPS
+    return Launch(kernel, (-(-columns // 32), 1), threads, numbers * threads * 4)
+
+
+@functools.cache
+def plan_sums(machine: Machine, dtype: torch.dtype, rows: int, channels: int, entry: str) -> tuple[Launch, int]:
+    """The sums of a map's channels (`channel_sums`), or those of the gradient of `norm_pool` (`norm_pool_sums`).
+
+    Returns:
+        The launch, and how many groups of channels, 16 bytes each, a block takes.
+    """
+    pooling = entry == "norm_pool_sums"
+    # Few blocks: enough accesses on their way, and few sums to add afterwards. The gradient's needs more registers.
+    warps, blocks = (8, 3) if pooling else (16, 2)
+    width = 16 // dtype.itemsize
+    groups = channels // width
+    slices = -(-groups // 32)
+    groups = -(-groups // slices)
+    constants: dict[str, int | str] = {"SCALAR": SCALARS[dtype], "WARPS": warps, "BLOCKS": blocks}
+    if pooling:
+        constants["NORM"] = 1
+    kernel = specialise("norm_pool.cu" if pooling else "channel_sums.cu", entry, **constants)
+    at_once = (2 if pooling else 4) * (32 * warps // groups)
+    persistent = max(1, machine.multiprocessors * blocks // slices)
+    grid = min(-(-rows // at_once), persistent), slices
+    shared = 4 * 2 * width * 32 * warps
+    # The rest is cache, which all that is on its way goes through.
+    carveout = -(-100 * blocks * (shared + 1024) // machine.shared_memory_in_all)
+    return Launch(kernel, grid, 32 * warps, shared, carveout), groups
+
+
+@functools.cache
+def plan_pool(
+    machine: Machine, dtype: torch.dtype, images: int, height: int, width: int, channels: int, entry: str, norm: bool
+) -> tuple[Launch, int]:
+    """Max pooling (`norm_pool`) or its gradient (`norm_pool_gradient`), with a batch norm and ReLU or without.
+
+    Returns:
+        The launch, and how many rows of windows a thread walks down.
+    """
+    warps, blocks = 4, 4 if entry == "norm_pool_gradient" else 5 if norm else 7  # as many as registers allow
+    down, along = -(-height // 2), -(-width // 2)
+    columns = images * along * (channels * dtype.itemsize // 16)
+    strip = 8
+    while strip > 1 and columns * -(-down // strip) < 4 * machine.multiprocessors * blocks * 32 * warps:
+        strip //= 2  # a small batch: rather load some rows twice than leave multiprocessors idle
+    kernel = specialise("norm_pool.cu", entry, SCALAR=SCALARS[dtype], WARPS=warps, BLOCKS=blocks, NORM=norm)
+    grid = -(-columns * -(-down // strip) // (32 * warps)), 1
+    return Launch(kernel, grid, 32 * warps, 0, carveout=0), strip
+
+
+@functools.cache
+def plan_local(entry: str, dtype: torch.dtype, units: int, channels: int, window: int, vector: bool) -> Launch:
+    """Local attention, `kernels/local.cu`; `units` are the pixels and heads of what is written."""
+    warps = 4
+    constants: dict[str, int | str] = {
+        "SCALAR": SCALARS[dtype],
+        "CHANNELS": channels,
+        "WINDOW": window,
+        "VECTOR": vector,
+        "WARPS": warps,
+        "BLOCKS": 1,
+    }
+    threads = 32 * warps
+    scores = entry == "local_scores"
+    accesses = 1 if scores else channels * dtype.itemsize // 16 if vector else channels
+    shared = threads * window**2 * dtype.itemsize if scores else 0
+    # Neighbours are read from the cache: as little shared memory as there must be.
+    kernel = specialise("local.cu", entry, **constants)
+    return Launch(kernel, (-(-units * accesses // threads), 1), threads, shared, carveout=25 if scores else 0)
