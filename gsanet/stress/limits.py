@@ -57,7 +57,7 @@ class Limits:
 
 
 def mix(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """The images of several batches, as bytes and in another order, always the same.
+    """The images of several batches, as bytes and in another order, always the same; batches of up to 64.
 
     Images come class by class, and statistics of a batch that holds a few classes are not those of a batch in training.
 
@@ -69,7 +69,8 @@ def mix(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]
         raise ValueError("there are no images to evaluate on")
     images, labels = (torch.cat(parts) for parts in zip(*held, strict=True))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SEED)).to(labels.device)
-    return [(images[part], labels[part]) for part in order.split(BATCH)]
+    # As equal as can be: a small rest would have statistics of its own.
+    return [(images[part], labels[part]) for part in order.tensor_split(-(-len(order) // BATCH))]
 
 
 @torch.inference_mode()
