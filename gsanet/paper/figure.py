@@ -93,14 +93,17 @@ def draw_results(results: Results, folder: Path) -> list[Path]:
     """Draw the accuracy of measured networks against their parameters, operations and training throughput.
 
     One picture for each setting (data set, training, length) with at least two networks: those that have names, and
-    which residual groups attend. Parts of the module (Table 4) are no networks that one would choose among.
+    which residual groups attend. Parts of the module (Table 4) are no networks that one would choose among, and runs
+    for some rows only are there for the sake of these.
 
     Returns:
         The pictures.
     """
     known = set(list_models())
     runs = [
-        run for run in results.runs if not run.holdout and run.model in known and set(run.network.kwargs) <= {"groups"}
+        run
+        for run in results.runs
+        if not (run.holdout or run.rows) and run.model in known and set(run.network.kwargs) <= {"groups"}
     ]
     settings: dict[Setting, list[list[Run]]] = defaultdict(list)
     for same in alike(runs).values():

@@ -12,7 +12,7 @@ import yaml
 
 from gsanet.models import count_flops
 from gsanet.paper import studies  # noqa: F401 (it registers its networks)
-from gsanet.paper.printed import Network, printed_tables
+from gsanet.paper.printed import Network, printed_table, printed_tables
 from gsanet.paper.results import plain_network
 from gsanet.train.engine import make_model
 from gsanet.train.recipe import Recipe, load_recipe
@@ -32,6 +32,7 @@ class Experiment:
         overrides: Values set over the recipe's.
         weights: The name of the run whose weights it starts from, or "".
         question: What it is made for, if not for the paper's tables.
+        only: The tables that it stands in, if not in all that have a row of its network.
         train_images: Of the data set.
         classes: Of the data set.
     """
@@ -42,6 +43,7 @@ class Experiment:
     overrides: dict[str, Any] = field(hash=False)
     weights: str
     question: str
+    only: tuple[int, ...]
     train_images: int
     classes: int
 
@@ -65,7 +67,15 @@ class Experiment:
             for number in TABLES
             if any(row.network == self.network for row in printed_tables()[number].rows)
             and (self.dataset != "cifar100" or number == 6)
+            and (not self.only or number in self.only)
         )
+
+    @property
+    def rows(self) -> list[str]:
+        """The keys of the rows that it stands for; none if these are all of its network."""
+        if not self.only:
+            return []
+        return [row.key for table in self.tables for row in printed_table(table).rows if row.network == self.network]
 
     @property
     def held_out(self) -> int:
@@ -110,6 +120,7 @@ def read_matrix(text: str) -> dict[str, Experiment]:
                 overrides={**kind.get("set", {}), "model": run["model"], "seed": seed, **run.get("set", {})},
                 weights=run.get("weights", ""),
                 question=kind.get("question", ""),
+                only=tuple(kind.get("tables", ())),
                 **content["datasets"][kind["dataset"]],
             )
             (others if seed else first).append(experiment)

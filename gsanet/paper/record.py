@@ -3,6 +3,7 @@
 import json
 import shlex
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def record_run(
     command: str = "",
     weights: str = "",
     question: str = "",
+    rows: Sequence[str] = (),
     notes: str = "",
 ) -> Run:
     """Write the results of a finished run, `gsanet.paper.results` says what they are.
@@ -44,6 +46,7 @@ def record_run(
         command: What made it. Default: `gsanet train`, with all that was set over the recipe.
         weights: The run that it started from.
         question: What it was made for, if not for the paper's tables.
+        rows: The keys of the rows that it stands for, if not for all of its network.
         notes: For the reader.
     """
     recipe = read_run(out)
@@ -79,6 +82,7 @@ def record_run(
         length=f"{recipe.epochs} epochs" if recipe.epochs else f"{recipe.steps:,} steps",
         weights=weights,
         question=question,
+        rows=list(rows),
         images_per_second=statistics.median(speeds),
         memory=read_memory(out),
         seconds=progress.seconds,

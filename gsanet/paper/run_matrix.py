@@ -209,6 +209,7 @@ def _record(experiment: Experiment, place: Place, result: Result, commit: str) -
         command=f"gsanet paper run {name}",
         weights=experiment.weights,
         question=experiment.question,
+        rows=experiment.rows,
     )
 
 

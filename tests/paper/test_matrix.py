@@ -47,7 +47,7 @@ def test_every_row_of_the_tables_has_a_run(number):
 
 
 def test_the_runs_can_be_made():
-    assert len(matrix()) == 82
+    assert len(matrix()) == 84
     assert [name for name in matrix() if name.endswith("seed1")] == [
         *(f"{name}{depth}-seed1" for depth in (38, 50, 101) for name in ("conv", "gsa")),
         "gsa50-groups-234-seed1",
@@ -60,6 +60,9 @@ def test_the_runs_can_be_made():
         if run.question:
             assert run.name in sum(best.PAIRS.values(), ()) or run.name.endswith(decay.SUFFIX)
             assert not run.tables
+    assert (matrix()["gsa50"].tables, matrix()["gsa50"].rows) == ((2, 3, 4, 5, 6), [])
+    clipped = matrix()["gsa50-clipped"]
+    assert (clipped.tables, clipped.rows) == ((2,), ["table2: Proposed GSA module"])
     for name in ("conv38", "san-19", "gsa38-norm-qkv", "gsa38-reach-3"):
         assert matrix()[name].flops > 4e8
     gsa38 = matrix()["gsa38"]
@@ -264,6 +267,9 @@ def test_any_finished_run_can_be_recorded(tiny_run, tmp_path, command):
     assert "--set steps=3" in run.command
     assert "--set data.holdout=0.1" in run.command
     assert run.commit == "abc"
+    rows = matrix()["gsa50-clipped"].rows
+    record_run(tiny_run, tmp_path / "runs" / "try.json", recipe_name="quickstart", commit="abc", rows=rows)
+    assert read_results(tmp_path).runs[0].rows == rows
     for noted in ("def", None):  # by the process that trained, whatever is checked out now
         sessions = json.loads((tiny_run / "environment.json").read_text())
         sessions[-1]["commit"] = noted
