@@ -41,8 +41,8 @@ from gsanet.bench import DTYPES, environment
 from gsanet.devices import check_device
 from gsanet.functional.fused.compiler import KERNELS
 from gsanet.models.registry import as_typed
-from gsanet.suggest import suggest
 from gsanet.train.recipe import parse_overrides
+from gsanet.words import suggest
 
 OURS = "our kernels"
 OTHERS = "others of PyTorch"

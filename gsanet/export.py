@@ -18,7 +18,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import timm
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import to_2tuple
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from gsanet.functional import use_backend
 from gsanet.inference import fuse_for_inference
 from gsanet.models import create_model, list_models
+from gsanet.words import first_line
 
 __all__ = ["Export", "ExportError", "Format", "Source", "export_model", "open_network", "sample_photographs"]
 
@@ -249,39 +249,11 @@ def _trace(network: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
         try:
             program = torch.export.export(network, (images[:2],), dynamic_shapes=shapes)
         except Exception as error:  # whatever torch.export meets in anybody's network
-            raise ExportError(f"torch.export cannot trace {type(network).__name__}: {_first_line(error)}") from error
-        if any(node.target in PLAIN for node in program.graph.nodes):
-            program = program.run_decompositions(dict(PLAIN))
+            raise ExportError(f"torch.export cannot trace {type(network).__name__}: {first_line(error)}") from error
     own = {str(node.target) for node in program.graph.nodes if str(node.target).startswith("gsanet")}
     if own:
         raise ExportError(f"operators of this package would be needed to run the file: {', '.join(sorted(own))}")
     return program
-
-
-def _plain_scores(q: Tensor, k: Tensor, window: int, stride: int = 1, padding: int = 0) -> Tensor:
-    windows = _windows(k, (q.shape[1], q.shape[2]), window, stride, padding)
-    return (q[..., None] * windows).sum(-2)
-
-
-def _plain_mix(weights: Tensor, v: Tensor, window: int, stride: int = 1, padding: int = 0) -> Tensor:
-    windows = _windows(v, (weights.shape[1], weights.shape[2]), window, stride, padding)
-    return (weights[..., None, :] * windows).sum(-1)
-
-
-def _windows(x: Tensor, size: Size, window: int, stride: int, padding: int) -> Tensor:
-    """The neighbours of each output pixel, (batch, x, y, head, channel, offset), with zeros outside of the map."""
-    for dim, length in zip((1, 2), size, strict=True):
-        behind = max(0, stride * (length - 1) + window - padding - x.shape[dim])
-        x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (padding, behind))
-        x = x.unfold(dim, window, stride).narrow(dim, 0, length)
-    return x.flatten(5)
-
-
-# The operators of local attention, as operations that everyone has. They hold a copy of the map for each offset.
-PLAIN: dict[Any, Callable[..., Tensor]] = {
-    torch.ops.gsanet.local_scores.default: _plain_scores,
-    torch.ops.gsanet.local_mix.default: _plain_mix,
-}
 
 
 def _write_onnx(
@@ -300,7 +272,7 @@ def _write_onnx(
                 verbose=False,
             )
         except Exception as error:  # an operator without an ONNX form, or one that this opset lacks
-            raise ExportError(f"torch.onnx cannot write {settings['model']}: {_first_line(error)}") from error
+            raise ExportError(f"torch.onnx cannot write {settings['model']}: {first_line(error)}") from error
     assert written is not None
     if written.model.opset_imports[""] != opset:  # conversion upwards that fails is only logged
         raise ExportError(f"opset {opset} is not possible, only {written.model.opset_imports['']}")
@@ -352,8 +324,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

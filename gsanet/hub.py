@@ -17,6 +17,7 @@ from timm.models._hub import generate_readme, save_config_for_hf
 from torch import Tensor, nn
 
 from gsanet.models import count_flops, count_parameters, create_model
+from gsanet.words import first_line
 
 __all__ = ["check_repository", "from_pretrained", "publish", "save_pretrained"]
 
@@ -100,7 +101,7 @@ def from_pretrained(source: str | Path, **kwargs: Any) -> nn.Module:
     except HFValidationError:
         raise FileNotFoundError(f"there is no folder {source}, and it is no USER/NAME of the Hub either") from None
     except HUB_ERRORS as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         raise FileNotFoundError(f"there is no folder {source}, and the Hub gives nothing: {reason}") from error
 
 
@@ -125,7 +126,10 @@ def publish(
     """
     from tempfile import TemporaryDirectory
 
+    from gsanet.train.run_directory import read_run
+
     check_repository(repo)
+    read_run(run)  # what is no run is said first
     if folder is not None:
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty: choose another --folder")
@@ -140,7 +144,7 @@ def publish(
             api.create_repo(repo, exist_ok=True)
             address = api.upload_folder(repo_id=repo, folder_path=place, commit_message="Add the network")
         except HUB_ERRORS as error:
-            raise ConnectionError(f"the Hub does not take it: {_first_line(error)}") from error
+            raise ConnectionError(f"the Hub does not take it: {first_line(error)}") from error
     return str(address)
 
 
@@ -164,7 +168,7 @@ def _api() -> huggingface_hub.HfApi:
     except LocalTokenNotFoundError:
         raise ConnectionError(f"not logged in to the Hub: run `hf auth login` or set HF_TOKEN; {instead}") from None
     except HUB_ERRORS as error:
-        raise ConnectionError(f"the Hub cannot be used: {_first_line(error)}; {instead}") from error
+        raise ConnectionError(f"the Hub cannot be used: {first_line(error)}; {instead}") from error
     return api
 
 
@@ -247,8 +251,3 @@ def _card(
         **given,
     }
     return generate_readme(card, repo.rpartition("/")[2] if repo != "USER/NAME" else folder)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

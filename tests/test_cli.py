@@ -21,7 +21,10 @@ def gsanet(*arguments, code=0):
 def test_help_and_version():
     from gsanet import __version__
 
-    assert "Usage" in gsanet("--help")
+    shown = gsanet("--help")
+    assert "Usage" in shown
+    places = [shown.index(f"─ {heading} ─") for heading in ("Look", "Train", "Compare", "Pass on")]
+    assert places == sorted(places)
     assert gsanet("--version").strip() == __version__
 
 

@@ -173,15 +173,3 @@ def test_mistakes_are_one_line(arguments, words, tmp_path, monkeypatch, command)
     error = command("export", *arguments, code=2)
     assert words in error
     assert len(error.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize(("stride", "padding", "window"), [(1, 1, 3), (2, 3, 7), (1, 0, 3)])
-def test_local_attention_in_plain_operations(stride, padding, window):
-    from gsanet.functional.local import local_mix, local_scores
-
-    q, weights = torch.randn(2, 4, 3, 2, 5), torch.randn(2, 4, 3, 2, window**2)
-    height, width = (stride * (length - 1) + window - 2 * padding + 1 for length in (4, 3))
-    k = torch.randn(2, height, width, 2, 5)
-    options = (window, stride, padding)
-    torch.testing.assert_close(exporting._plain_scores(q, k, *options), local_scores(q, k, *options))
-    torch.testing.assert_close(exporting._plain_mix(weights, k, *options), local_mix(weights, k, *options))

@@ -203,6 +203,7 @@ def test_publish_without_the_hub_is_one_line(error, words, run, command, monkeyp
     ("arguments", "words"),
     [
         (["--run", "nowhere", "--repo", "user/name", "--folder", "out"], "nowhere is no run directory"),
+        (["--run", "nowhere", "--repo", "user/name"], "nowhere is no run directory"),
         (["--run", "nowhere", "--repo", "name"], "a repository is named USER/NAME, got 'name'"),
     ],
 )

@@ -172,6 +172,21 @@ def test_a_folder_with_a_broken_file(gsanet, run, digit, tmp_path):
     assert "there is no file" in complaint
 
 
+def test_images_of_a_folder_are_told_apart_on_a_narrow_screen(gsanet, run, digit, tmp_path, monkeypatch):
+    folder = tmp_path / "a-folder-with-a-rather-long-name"
+    folder.mkdir()
+    files = [folder / f"{number}.png" for number in range(9)]
+    for file in files:
+        file.write_bytes(digit.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = gsanet("predict", folder.name, "--run", run)
+    assert all(f"{folder.name}/{file.name} " in out for file in files)
+    _, out, _ = gsanet("predict", folder, "--run", run)
+    names = [line.split()[0] for line in out.splitlines() if line.startswith("…")]
+    assert [len(name) for name in names] == [40] * 9
+    assert [name[-25:] for name in names] == [f"-a-rather-long-name/{file.name}" for file in files]
+
+
 def test_help(gsanet):
     code, out, _ = gsanet("predict", "--help")
     assert code == 0

@@ -8,27 +8,37 @@ import typer
 from rich.markup import escape
 
 import gsanet
-from gsanet.cli import files, looking, networks, paper, training
+from gsanet.cli import files, looking, networks, paper, stress, training
 from gsanet.cli.common import errors
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "models": networks.models,
-    "info": networks.info,
-    "bench": networks.bench,
-    "train": training.train,
-    "eval": training.evaluate,
-    "preview": training.preview,
-    "demo": training.demo,
-    "predict": looking.predict,
-    "explain": looking.explain,
-    "balance": looking.show_balance,
-    "stress": looking.stress,
-    "explore": looking.explore,
-    "export": files.export,
-    "publish": files.publish_run,
-    "pack": files.pack_run,
+# Under the headings that `gsanet --help` has.
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    "Look": {
+        "predict": looking.predict,
+        "explain": looking.explain,
+        "balance": looking.show_balance,
+        "explore": looking.explore,
+    },
+    "Train": {
+        "demo": training.demo,
+        "train": training.train,
+        "eval": training.evaluate,
+        "preview": training.preview,
+    },
+    "Compare": {
+        "models": networks.models,
+        "info": networks.info,
+        "bench": networks.bench,
+        "stress": stress.stress,
+        "limits": stress.limits,
+    },
+    "Pass on": {
+        "export": files.export,
+        "publish": files.publish_run,
+        "pack": files.pack_run,
+    },
 }
-GROUPS = {"recipes": training.recipes, "paper": paper.paper}
+GROUPS = {"Train": {"recipes": training.recipes}, "Compare": {"paper": paper.paper}}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,10 +46,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Global self-attention networks for image recognition.",
 )
-for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
-for _name, _group in GROUPS.items():
-    app.add_typer(_group, name=_name)
+for _heading, _commands in COMMANDS.items():
+    for _name, _command in _commands.items():
+        app.command(_name, rich_help_panel=_heading)(_command)
+for _heading, _groups in GROUPS.items():
+    for _name, _group in _groups.items():
+        app.add_typer(_group, name=_name, rich_help_panel=_heading)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,4 +1,4 @@
-"""`gsanet predict`, `explain`, `balance`, `stress` and `explore`: what a network sees, and how."""
+"""`gsanet predict`, `explain`, `balance` and `explore`: what a network sees, and how."""
 
 import signal
 import sys
@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from gsanet.cli.common import AsJson, DeviceOption, Settings, check_writable, console, errors, read_overrides, say, show
+from gsanet.cli.common import AsJson, DeviceOption, Settings, check_writable, console, errors, read_overrides, show
+from gsanet.words import count
 
 ImagesArgument = Annotated[
     list[str], typer.Argument(help="Files, folders (with all below them) and http(s) addresses.")
@@ -134,58 +135,6 @@ def show_balance(
     show([{**asdict(row), "ratio": row.ratio} for row in rows], parts, as_json)
 
 
-def stress(
-    data: Annotated[str, typer.Option(help="The data set, as for `gsanet train`: its held-out images.")],
-    networks: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Run directories, files of `gsanet pack`, names of networks with weights in the package. "
-            "Default: the package's.",
-            show_default=False,
-        ),
-    ] = None,
-    images: Annotated[
-        int, typer.Option(help="At most so many, chosen at random, the same for all; 0: all.", min=0)
-    ] = 2000,
-    change: Annotated[
-        list[str] | None, typer.Option(help="Which change, such as zoom-in-3/4; may be repeated. Default: all.")
-    ] = None,
-    device: DeviceOption = "",
-    picture: Annotated[Path | None, typer.Option(help="Draw an image under each change, above the accuracies.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure how accuracy holds up when images are zoomed, shifted, blurred, cut up and so on."""
-    from gsanet.devices import check_device
-    from gsanet.predict import DEFAULT
-    from gsanet.stress import choose_changes, load_any, measure, open_images
-    from gsanet.train.data.damage import skipped_words
-
-    changes = choose_changes(change or [])
-    if device:
-        check_device(device)
-    if picture is not None:
-        check_writable(picture, picture=True)
-    networks = networks or [DEFAULT]
-    classifiers = [load_any(network, device or None) for network in networks]
-    # All are opened first: what does not fit is said before a long measurement.
-    opened = [open_images(classifier, data, images or None) for classifier in classifiers]
-    found = []
-    for classifier, held_out in zip(classifiers, opened, strict=True):
-        batches = track(held_out.val.batches(), classifier.name, len(held_out.val), console=errors, transient=True)
-        found.append(measure(classifier, batches, changes))
-    if skipped := skipped_words(opened[0].bad_files()):
-        say(skipped)
-    labels = _tell_apart([row.network for row in found], networks)
-    rows = [{"weights": network, **row.to_json()} for network, row in zip(networks, found, strict=True)]
-    show({"data": data, "networks": rows}, _show_stress(found, labels, data), as_json)
-    if picture is not None:
-        from gsanet.stress.figure import draw
-
-        first, _ = next(iter(opened[0].val.batches()))
-        draw(found, labels, changes, first[:1], picture)
-        say(f"Picture: {picture}")
-
-
 def explore(
     run: RunOption = None,
     model: ModelOption = "",
@@ -231,12 +180,17 @@ def _name_failed(reasons: Sequence[str], images: int, wanted: str) -> None:
 def show_predictions(predictions: Sequence[Any]) -> list[Table | str]:
     """A table with bars for each image; of many, one table with a line for each."""
     if len(predictions) > FEW:
-        table = Table("Image", "Class", "", "%", "Then", box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
+        table.add_column("Image", no_wrap=True)
+        for heading in ("Class", "", "%", "Then"):
+            table.add_column(heading)
         for found in predictions:
             first, *others = found.guesses
             then = ", ".join(f"{guess.name} {guess.probability:.0%}" for guess in others)
-            image = escape(f"{found.image} ({found.note})" if found.note else found.image)
-            table.add_row(image, escape(first.name), _bar(first.probability, 12), _percent(first), escape(then))
+            image = f"{found.image} ({found.note})" if found.note else found.image
+            table.add_row(
+                escape(_end_of(image)), escape(first.name), _bar(first.probability, 12), _percent(first), escape(then)
+            )
         return [table]
     parts: list[Table | str] = []
     for found in predictions:
@@ -253,7 +207,7 @@ def _show_balance(rows: Sequence[Any], network: str, images: int) -> Iterator[Ta
     """A line for each module, and what its columns mean."""
     from gsanet.explain.image import place_of
 
-    table = Table(title=f"{network}, {images:,} image{'s' if images > 1 else ''}", box=None, pad_edge=False)
+    table = Table(title=f"{network}, {count(images, 'image')}", box=None, pad_edge=False)
     table.add_column("Module", no_wrap=True)
     for heading in ("Map", "Content /\nposition", "Pixels that\nkeys choose", "", "Looks along\na column", "a row"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -273,36 +227,10 @@ def _show_balance(rows: Sequence[Any], network: str, images: int) -> Iterator[Ta
     yield "Looks along: the mean distance of what positional attention weighs, in pixels of the map."
 
 
-def _show_stress(found: Sequence[Any], labels: Sequence[str], data: str) -> Iterator[Table | str]:
-    """A row for each change, and for each network its accuracy and, dim, how much of the unchanged one that is."""
-    from gsanet.train.data.sources import data_name
-    from gsanet.train.evaluate import overflow_words
-
-    yield f"Top-1 (%) on {found[0].images:,} held-out images of {escape(data_name(data))}"
-    table = Table(box=None, pad_edge=False)
-    table.add_column("Change", no_wrap=True)
-    for label in labels:
-        table.add_column(escape(label), justify="right", overflow="fold")
-    for change in found[0].accuracies:
-        table.add_row(change, *(_kept(row.accuracies[change]) for row in found))
-    yield table
-    yield "Dim: the share that is kept of the accuracy on unchanged images."
-    yield f"One standard error is up to {max(row.standard_error for row in found):.1f} points."
-    for row, label in zip(found, labels, strict=True):
-        overflowed = sum(accuracy.overflowed for accuracy in row.accuracies.values())
-        if overflowed:
-            yield f"{escape(label)}, all changes together: {overflow_words(overflowed)}, counted as wrong"
-
-
-def _tell_apart(names: Sequence[str], sources: Sequence[str]) -> Sequence[str]:
-    """The names of networks; where two are the same those of their files, and at last all that was given."""
-    files = [Path(source).resolve().name for source in sources]
-    return next((each for each in (names, files) if len(set(each)) == len(each)), sources)
-
-
-def _kept(accuracy: Any) -> str:
-    kept = "" if accuracy.kept is None else f"{accuracy.kept:.0%}"
-    return f"{accuracy.top1:.2f} [dim]{kept:>4}[/]"
+def _end_of(name: str) -> str:
+    """At most half a line of a long name: of images in one folder the end says which it is."""
+    room = console.width // 2
+    return name if len(name) <= room else f"…{name[1 - room :]}"
 
 
 def _bar(share: float, width: int) -> Bar:

@@ -1,6 +1,7 @@
 """`gsanet models`, `info` and `bench`: what there is, what it costs, how fast it is."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, tr
 from rich.table import Table
 
 import gsanet
-from gsanet.cli.common import AsJson, DeviceOption, check_writable, console, errors, parse_size, print_parts
+from gsanet.cli.common import AsJson, DeviceOption, check_writable, console, errors, parse_size, show
 
 
 def models(
@@ -30,18 +31,19 @@ def models(
         weights = model.pretrained_cfg.get("description") if name in pretrained else None
         size = f"{height}x{width}"
         rows.append({"model": name, "input": size, "params": params, "flops": flops, "weights": weights})
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
+    show(rows, [_models_table(rows, with_weights=bool(pretrained))], as_json)
+
+
+def _models_table(rows: list[dict[str, Any]], with_weights: bool) -> Table:
     table = Table("Model", "Input", title="Networks", title_justify="left")
     for heading in ("Params (M)", "FLOPs (G)"):
         table.add_column(heading, justify="right")
-    if pretrained:
+    if with_weights:
         table.add_column("Weights in the package")
     for row in rows:
         cells = [row["model"], row["input"], f"{row['params'] / 1e6:.2f}", f"{row['flops'] / 1e9:.2f}"]
-        table.add_row(*cells, *([row["weights"] or ""] if pretrained else []))
-    console.print(table)
+        table.add_row(*cells, *([row["weights"] or ""] if with_weights else []))
+    return table
 
 
 def info(
@@ -60,9 +62,11 @@ def info(
         raise ValueError(f"{model} is not a network of this package: `gsanet models` lists them")
     stages = stage_costs(network, size)
     total = {"params": sum(s.params for s in stages), "flops": sum(s.flops for s in stages)}
-    if as_json:
-        print(json.dumps({"model": model, **total, "stages": [asdict(s) for s in stages]}, indent=2))
-        return
+    content = {"model": model, **total, "stages": [asdict(s) for s in stages]}
+    show(content, [_stages_table(model, stages, total)], as_json)
+
+
+def _stages_table(model: str, stages: Sequence[Any], total: dict[str, int]) -> Table:
     table = Table("Stage", "Operation", title=model, title_justify="left", show_footer=True)
     table.columns[0].footer = "all"
     for heading, footer in {
@@ -84,7 +88,7 @@ def info(
             f"{stage.params / 1e6:.3f}",
             f"{stage.flops / 1e9:.3f}",
         )
-    console.print(table)
+    return table
 
 
 def bench(
@@ -149,10 +153,7 @@ def bench(
         out.write_text(json.dumps(found, indent=2) + "\n")
     if plot is not None:
         draw(rows, known, f"{size}, {setting.dtype}, {facts['device']}", plot)
-    if as_json:
-        print(json.dumps(found, indent=2))
-        return
-    print_parts(show_bench(rows, setting, facts), fold=True)
-    for file in (out, plot):
+    show(found, show_bench(rows, setting, facts), as_json, fold=True)
+    for file in () if as_json else (out, plot):
         if file is not None:
             console.print(f"written: {file}", soft_wrap=True, highlight=False)

@@ -1,10 +1,10 @@
 """`gsanet paper`: the paper's tables, and the experiments that stand for its own."""
 
-import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import track
@@ -23,9 +23,10 @@ def structure(as_json: AsJson = False) -> None:
     from gsanet.paper.structure import structure as counted
 
     rows = list(track(counted(), description="Counting", total=len(ROWS), console=errors, transient=True))
-    if as_json:
-        print(json.dumps([{**asdict(row), "match": row.matches} for row in rows], indent=2))
-        return
+    show([{**asdict(row), "match": row.matches} for row in rows], _show_structure(rows), as_json, fold=True)
+
+
+def _show_structure(rows: Sequence[Any]) -> Iterator[Table | str]:
     table = Table("Network", title="Parameters (M) and FLOPs (G) at 224x224, 1000 classes", title_justify="left")
     for heading in ("Params", "paper", "FLOPs", "paper"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -39,11 +40,11 @@ def structure(as_json: AsJson = False) -> None:
             _mark(row.printed_flops_g, row.flops_match),
             "[green]match[/]" if row.matches else "[yellow]no match[/]",
         )
-    console.print(table)
+    yield table
     for row in rows:
         if row.note:
-            console.print(f"{row.network}: {row.note}")
-    console.print(f"{sum(row.matches for row in rows)} of {len(rows)} match to the last printed digit.")
+            yield f"{row.network}: {row.note}"
+    yield f"{sum(row.matches for row in rows)} of {len(rows)} match to the last printed digit."
 
 
 def _mark(figure: str, matches: bool) -> str:

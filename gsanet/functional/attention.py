@@ -13,6 +13,7 @@ from torch import Tensor
 from gsanet.functional import checks
 from gsanet.functional.backends import Axis, Norm, select_backend, select_whole
 from gsanet.functional.pooling import average_pool
+from gsanet.functional.transforms import call_with_norms
 
 
 def content_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -231,7 +232,7 @@ def _to_feature_map(x: Tensor) -> Tensor:
 
 def _apply_norm(norm: Norm, x: Tensor) -> Tensor:
     heads = x.shape[3:]
-    return norm(_to_feature_map(x)).permute(0, 2, 3, 1).unflatten(-1, heads)
+    return call_with_norms(norm, _to_feature_map(x)).permute(0, 2, 3, 1).unflatten(-1, heads)
 
 
 def _autocast_dtype(q: Tensor) -> torch.dtype | None:

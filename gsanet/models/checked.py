@@ -1,5 +1,6 @@
 """Networks that say in one sentence what is wrong with their input, before a layer inside does it in its own words."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ from timm.models.byobnet import ByobNet
 from torch import Tensor, fx, nn
 
 from gsanet.functional.checks import check_feature_map
+from gsanet.functional.transforms import call_with_norms
 
 
 def check_images(x: Tensor, channels: int) -> None:
@@ -19,13 +21,19 @@ def check_images(x: Tensor, channels: int) -> None:
         check_feature_map(x, channels)
 
 
+def check_depths(depths: Sequence[int], most: int) -> None:
+    """Check the numbers of residual blocks of each group; timm's network has two groups or more."""
+    if not 2 <= len(depths) <= most or min(depths) < 1:
+        raise ValueError(f"depths must be 2 to {most} numbers of blocks, got {depths}")
+
+
 class CheckedNetwork(ByobNet):
     """timm's network; every way into it goes through the check."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         """From (batch, channels, height, width) to the last map."""
         check_images(x, self.in_chans)
-        return super().forward_features(x)
+        return call_with_norms(super().forward_features, x)
 
     def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As timm's."""
@@ -40,9 +48,9 @@ def check_features(features: nn.Module, channels: int) -> None:
         features: One of timm's feature networks.
         channels: Of the images.
     """
-    features.register_forward_pre_hook(partial(_check_input, channels=channels))
+    features.register_forward_pre_hook(partial(_check_input, channels=channels), with_kwargs=True)
 
 
-def _check_input(module: nn.Module, inputs: tuple[Any, ...], channels: int) -> None:
-    if inputs:  # torch gives a hook what has no keyword
-        check_images(inputs[0], channels)
+def _check_input(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], *, channels: int) -> None:
+    for x in (*inputs, *named.values()):  # there is one, with its name or without
+        check_images(x, channels)

@@ -25,11 +25,11 @@ from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 from gsanet.layers.block_convolution import PLAIN, BlockConv2d
 from gsanet.layers.relative import RelativeTables
 from gsanet.layers.stand_alone_attention import AttentionStem
-from gsanet.models.checked import CheckedNetwork, check_features
+from gsanet.models.checked import CheckedNetwork, check_depths, check_features
 from gsanet.models.described import with_shipped
 from gsanet.models.fit import fit_pretrained
 from gsanet.models.stem import PooledStem
-from gsanet.suggest import suggest
+from gsanet.words import suggest
 
 __all__ = ["NETWORKS", "GSAResNet", "ResNetSettings"]
 
@@ -81,8 +81,7 @@ class ResNetSettings:
     stem_width: int = 64
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.depths) <= len(self.widths) or min(self.depths) < 1:
-            raise ValueError(f"depths must be 1 to {len(self.widths)} numbers of blocks, got {self.depths}")
+        check_depths(self.depths, len(self.widths))
         if any(width < 8 or width % 8 for width in self.widths):
             raise ValueError(f"widths must be multiples of 8, got {self.widths}")
         if self.width <= 0:

@@ -8,14 +8,10 @@ import timm
 from torch import nn
 
 from gsanet.models.described import count_classes, read_description, read_shapes, shipped_weights
-from gsanet.suggest import suggest
+from gsanet.words import suggest
 
-MODULES = [
-    "attention_resnet",
-    "gsa_resnet",
-    "inserted_resnet",
-    "san",
-]  # the files of this package that register networks
+# The files of this package that register networks.
+MODULES = ["attention_resnet", "gsa_resnet", "inserted_resnet", "san"]
 
 
 def create_model(name: str, pretrained: bool | str | Path = False, **kwargs: Any) -> nn.Module:

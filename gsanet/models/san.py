@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gsanet.functional.checks import check_size
 from gsanet.layers import PairwiseAttention, PatchwiseAttention
-from gsanet.models.checked import CheckedNetwork
+from gsanet.models.checked import CheckedNetwork, check_depths
 from gsanet.models.described import with_shipped
 from gsanet.models.gsa_resnet import RESNET50, Size, check_options, entry_point, network_cfg, take
 
@@ -44,8 +44,7 @@ class SANSettings:
     stem_width: int = 64
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.depths) <= min(len(self.widths), len(self.windows)) or min(self.depths) < 1:
-            raise ValueError(f"depths must be 1 to {len(self.widths)} numbers of blocks, got {self.depths}")
+        check_depths(self.depths, min(len(self.widths), len(self.windows)))
         if any(width < 32 or width % 32 for width in self.widths):
             raise ValueError(f"widths must be multiples of 32, got {self.widths}")
 

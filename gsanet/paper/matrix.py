@@ -14,9 +14,9 @@ from gsanet.models import count_flops
 from gsanet.paper import studies  # noqa: F401 (it registers its networks)
 from gsanet.paper.printed import Network, printed_table, printed_tables
 from gsanet.paper.results import plain_network
-from gsanet.suggest import suggest
 from gsanet.train.engine import make_model
 from gsanet.train.recipe import Recipe, load_recipe
+from gsanet.words import suggest
 
 TABLES = (2, 3, 4, 5, 6)
 
@@ -136,7 +136,8 @@ def choose(names: Sequence[str], table: int | None = None) -> list[Experiment]:
     known = matrix()
     for name in names:
         if not any(fnmatchcase(each, name) for each in known):
-            raise ValueError(f"unknown run {name!r}: {suggest(name, list(known))}")
+            near = suggest(name, known, otherwise="`gsanet paper run --list` shows them")
+            raise ValueError(f"unknown run {name!r}: {near}")
     return [
         experiment
         for experiment in known.values()

@@ -14,8 +14,8 @@ from gsanet.inference import fuse_for_inference
 from gsanet.models.described import FOLDER, read_description, shipped_file
 from gsanet.predict import Classifier, load_classifier
 from gsanet.stress.changes import CHANGES, Change
-from gsanet.suggest import suggest
 from gsanet.train.data import Data, open_data
+from gsanet.words import suggest
 
 BATCH = 64  # a multiple of the four directions that shifts take in turn
 

@@ -44,6 +44,7 @@ from gsanet.train.schedule import learning_rate
 from gsanet.train.state import DivergedError, Progress, TrainingState
 from gsanet.train.step_log import StepLog, StepRecord
 from gsanet.train.weights import load_weights
+from gsanet.words import count
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,10 @@ def train(
         for line in (data.description, loaded, *damage, no_graph):
             if line:
                 reporter.say(line)
+        shares = f"{count(world_size, 'process', 'processes')} x {count(micro_steps, 'part')} x {device_batch}"
         reporter.say(
             f"{recipe.model} on {accelerator.device.type}: step {progress.step} of {total_steps}, {steps_per_epoch} an "
-            f"epoch; {recipe.batch_size} images a step = {world_size} processes x {micro_steps} parts x {device_batch}"
+            f"epoch; {recipe.batch_size} images a step = {shares}"
         )
         while progress.step < total_steps:
             epoch, steps_done = divmod(progress.step, steps_per_epoch)

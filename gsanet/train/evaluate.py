@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from gsanet.train.data import EvalLoader
+from gsanet.words import count
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def evaluate(model: nn.Module, loader: EvalLoader, accelerator: Accelerator, pre
 
 def overflow_words(overflowed: float) -> str:
     """What to say of images that overflowed; nothing if none did."""
-    return f"{overflowed:,.0f} image{'s' if overflowed > 1 else ''} without a finite output" if overflowed else ""
+    return f"{count(int(overflowed), 'image')} without a finite output" if overflowed else ""
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from gsanet.train.data.damage import decode
+from gsanet.train.data.damage import accept_large_images, decode
 from gsanet.train.data.loader import view
 from gsanet.train.data.settings import Plan
 from gsanet.train.data.shards import Shards
@@ -56,6 +56,7 @@ def draw_preview(recipe: Recipe, out: Path, images: int, epochs: int) -> None:
 
 def _sound_images(source: Source | Shards, count: int) -> Iterator[tuple[int, Image.Image]]:
     """Images that decode, and the index of each in the split."""
+    accept_large_images()
     if isinstance(source, Shards):
         tried = ((number, sample.open) for number, sample in enumerate(source.read(0)))
     else:
@@ -63,5 +64,5 @@ def _sound_images(source: Source | Shards, count: int) -> Iterator[tuple[int, Im
         tried = ((sample, partial(source.open, sample)) for sample in spread)
     for sample, open_sample in tried:
         decoded = decode(open_sample)
-        if decoded is not None:
+        if not isinstance(decoded, str):
             yield sample, decoded[0]

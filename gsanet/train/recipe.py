@@ -13,10 +13,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from gsanet.suggest import suggest
 from gsanet.train.data import DataSettings
+from gsanet.words import first_line, suggest
 
 SECTIONS = ("data", "model_kwargs")
+POSITIVE = (
+    "img_size", "epochs", "steps", "batch_size", "accumulation", "max_device_batch", "lr", "lr_images", "step_size",
+    "step_factor", "clip_grad", "evaluate_epochs", "checkpoint_minutes", "checkpoint_steps", "timeout_minutes",
+)  # fmt: skip
 FIXED = {"num_classes": "the data set says how many", "features_only": "training needs the classifier"}
 OTHER_NAMES = {"learning_rate": "lr", "image_size": "img_size"}  # what others call it
 
@@ -106,18 +110,7 @@ class Recipe:
         if (self.epochs is None) == (self.steps is None):
             given = "neither" if self.epochs is None else "both"
             raise ValueError(f"a recipe needs either epochs or steps, got {given}")
-        for key in (
-            *("img_size", "epochs", "steps", "batch_size", "accumulation", "max_device_batch", "lr", "lr_images"),
-            *(
-                "step_size",
-                "step_factor",
-                "clip_grad",
-                "evaluate_epochs",
-                "checkpoint_minutes",
-                "checkpoint_steps",
-                "timeout_minutes",
-            ),
-        ):
+        for key in POSITIVE:
             value = getattr(self, key)
             if value is not None and not min(value if isinstance(value, tuple) else (value,)) > 0:
                 raise ValueError(f"{key} must be more than 0, got {value}")
@@ -206,7 +199,7 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
     try:
         values = yaml.safe_load(recipe_text(name))
     except yaml.YAMLError as error:
-        raise ValueError(f"recipe {name} is not YAML: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"recipe {name} is not YAML: {first_line(error)}") from None
     if not isinstance(values, dict):
         raise ValueError(f"recipe {name} must be a list of `key: value` lines")
     return make_recipe(values, overrides)

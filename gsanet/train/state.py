@@ -74,7 +74,8 @@ class TrainingState:
         if progress.train_images != self.progress.train_images:
             raise ValueError(
                 f"this run was started on {progress.train_images} training images and there are now "
-                f"{self.progress.train_images}: it cannot go on with other data; start a new run with --weights"
+                f"{self.progress.train_images}: it goes on with the same ones only (older versions passed over .gif "
+                f"and .avif files, and took hidden ones): put them back, or start a new run with --weights {found.path}"
             )
         self.progress = progress
         self.model.load_state_dict(found.tensors["model"])

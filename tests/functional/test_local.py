@@ -7,7 +7,9 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from gsanet.functional.local import local_mix, local_scores, local_spread, mirror, outside
+from gsanet.functional import local
+from gsanet.functional.local import mirror, outside
+from gsanet.functional.local_ops import local_mix, local_scores, local_spread
 
 # Size of the output map, of the map of neighbours, window, stride, padding.
 CASES = [
@@ -57,6 +59,19 @@ def test_against_loops(inner, outer, window, stride, padding):
         assert_close(out, expected)
         for grad, wanted in zip(gradients(out, (first, k)), gradients(expected, (first, k)), strict=True):
             assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize(("inner", "outer", "window", "stride", "padding"), CASES)
+@pytest.mark.parametrize("reason", ["is_transformed", "is_exporting"])
+def test_unfolded_where_only_pytorch_s_operators_will_do(reason, inner, outer, window, stride, padding, monkeypatch):
+    options = (window, stride, padding)
+    q, weights = random(2, *inner, 3, 4), random(2, *inner, 3, window**2)
+    k = random(2, *outer, 3, 4)
+    expected = local.local_scores(q, k, *options), local.local_mix(weights, k, *options)
+    monkeypatch.setattr(local, reason, lambda: True)
+    monkeypatch.delattr(local, "local_ops")
+    found = local.local_scores(q, k, *options), local.local_mix(weights, k, *options)
+    assert_close(found, expected)
 
 
 def test_gradients_of_gradients():

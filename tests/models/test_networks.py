@@ -377,9 +377,10 @@ def test_input_that_is_no_batch_of_images(name):
     }
     for way, call in ways_in(name).items():
         for what, (given, error, words) in wrong.items():
-            with pytest.raises(error, match=words) as caught:
-                call(given)
-            assert "\n" not in str(caught.value), (way, what)
+            for arguments, named in (((given,), {}), ((), {"x": given})):
+                with pytest.raises(error, match=words) as caught:
+                    call(*arguments, **named)
+                assert "\n" not in str(caught.value), (way, what)
 
 
 def test_traces_do_not_see_that_the_input_is_checked():
@@ -492,9 +493,11 @@ def test_one_step_learns():
         (lambda: gsanet.create_model("zzz"), "unknown model 'zzz': one of .*axial_resnet50"),
         (lambda: gsanet.create_model("gsa_resnet50", stem="5x5"), "stem must be one of .* got '5x5'"),
         (lambda: gsanet.create_model("gsa_resnet50", groups=(0, 5)), r"groups must be among 1 to 4, got \(0, 5\)"),
-        (lambda: gsanet.create_model("gsa_resnet50", depths=()), r"depths must be .* got \(\)"),
+        (lambda: gsanet.create_model("gsa_resnet50", depths=()), r"depths must be 2 to 4 numbers of blocks, got \(\)"),
+        (lambda: gsanet.create_model("conv_resnet50", depths=(3,)), r"depths must be 2 to 4 .* got \(3,\)"),
+        (lambda: gsanet.create_model("san19_pairwise", depths=(3,)), r"depths must be 2 to 5 .* got \(3,\)"),
         (lambda: gsanet.create_model("gsa_resnet50", width=0), "width must be a positive factor, got 0"),
-        (lambda: ResNetSettings(widths=(60,), depths=(1,)), r"multiples of 8, got \(60,\)"),
+        (lambda: ResNetSettings(widths=(60, 64), depths=(1, 1)), r"multiples of 8, got \(60, 64\)"),
         (lambda: gsanet.create_model("gsa_resnet50", num_heads=3), "divisible by the number of heads, got 64 for 3"),
         (lambda: gsanet.create_model("gsa_resnet50", img_size="224"), "img_size must be one or two .* got '224'"),
         (lambda: gsanet.create_model("gsa_resnet50", img_size=0), "img_size must be one or two positive.* got 0"),

@@ -94,6 +94,8 @@ def test_choosing():
     assert len(choose(["cifar100-*"])) == 6
     with pytest.raises(ValueError, match="unknown run 'gsa83': did you mean 'gsa38'"):
         choose(["gsa83"])
+    with pytest.raises(ValueError, match="unknown run 'zzz': `gsanet paper run --list` shows them"):
+        choose(["zzz"])
     with pytest.raises(ValueError, match="starts from the weights of gsa0, which is no run"):
         read_matrix(SMALL.replace("weights: gsa", "weights: gsa0"))
 

@@ -2,10 +2,12 @@ import json
 import math
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
@@ -279,9 +281,14 @@ def test_a_time_limit_saves_and_the_run_goes_on(tiny_recipe, tmp_path, capsys):
 def test_other_data_cannot_be_resumed(tiny_recipe, image_folder, tmp_path):
     recipe = tiny_recipe(**{"steps": 2, "batch_size": 4, "data.path": str(image_folder), "data.workers": 0})
     train(recipe, tmp_path / "run")
-    (image_folder / "train" / "dark" / "0.jpg").unlink()
-    with pytest.raises(ValueError, match="started on 24 training images and there are now 23"):
+    added = image_folder / "train" / "dark" / "moving.gif"
+    Image.new("RGB", (8, 8)).save(added)
+    with pytest.raises(ValueError, match=r"started on 24 training images and there are now 25: .* \.gif") as error:
         train(recipe, tmp_path / "run", resume=True)
+    assert f"or start a new run with --weights {tmp_path / 'run' / 'last'}" in str(error.value)
+    train(replace(recipe, weights=str(tmp_path / "run" / "last")), tmp_path / "new")
+    added.unlink()
+    assert train(recipe, tmp_path / "run", resume=True).progress.step == 2
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -41,7 +41,7 @@ def test_two_processes_train_as_one_and_survive_the_death_of_one(tiny_recipe, re
     train(tiny_recipe(**OPTIONS), tmp_path / "one")
     code, output = finish(torchrun("--recipe", recipe_file, "--out", tmp_path / "two"))
     assert code == 0, output
-    assert "2 processes x 1 parts x 32" in output
+    assert "2 processes x 1 part x 32" in output
     assert output.count("Done: 60 steps") == 1  # one of them speaks
     one, two = (load_file(tmp_path / name / "last" / "model.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys()

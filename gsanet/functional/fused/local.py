@@ -1,4 +1,4 @@
-"""Local attention in kernels: the operators of `gsanet.functional.local` on an NVIDIA GPU."""
+"""Local attention in kernels: the operators of `gsanet.functional.local_ops` on an NVIDIA GPU."""
 
 from typing import Literal
 

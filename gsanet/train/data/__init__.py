@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from gsanet.train.data.batches import EvalLoader, IndexedEvalLoader, IndexedTrainLoader, Store, TrainLoader
-from gsanet.train.data.damage import Damage, DamagedDataError
+from gsanet.train.data.damage import Damage, DamagedDataError, accept_large_images
 from gsanet.train.data.loader import LoaderStore
 from gsanet.train.data.memory import open_in_memory
 from gsanet.train.data.settings import DataSettings, Plan
@@ -30,6 +30,7 @@ class Data:
     """
 
     def __init__(self, path: str, plan: Plan, train: bool, most: int | None = None) -> None:
+        accept_large_images()
         held_out = plan.settings.holdout
         splits = open_splits(path, train or held_out > 0)
         if held_out:
@@ -69,9 +70,9 @@ class Data:
             return ShardEvalLoader(source, plan, damage)
         return IndexedEvalLoader(_open_store(source, plan, damage, train=False), plan)
 
-    def bad_files(self) -> list[str]:
-        """The images that this process could not decode."""
-        return [*self._train_damage.names, *self._val_damage.names]
+    def bad_files(self) -> dict[str, str]:
+        """The images that this process could not decode, and why."""
+        return {**self._train_damage.reasons, **self._val_damage.reasons}
 
 
 def open_data(

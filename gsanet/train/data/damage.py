@@ -1,25 +1,39 @@
 """Images that do not decode: counted, named, skipped; and past a stated share, the end of the run."""
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from gsanet.images import to_rgb
 from gsanet.train.data.sources import some
+from gsanet.words import count, first_line
+
+Damaged = tuple[str, str]  # the name of a sample, and why it does not decode
 
 
 class DamagedDataError(OSError):
     """More images than allowed do not decode."""
 
 
-def decode(open_sample: Callable[[], tuple[Image.Image, int]]) -> tuple[Image.Image, int] | None:
-    """An upright RGB image, the same as prediction reads, and its label; None if the sample is damaged."""
+def decode(open_sample: Callable[[], tuple[Image.Image, int]]) -> tuple[Image.Image, int] | str:
+    """An upright RGB image, the same as prediction reads, and its label; or why the sample does not decode."""
     try:
         image, label = open_sample()
         with image:
-            return to_rgb(image, "the image"), label
-    except Exception:  # what a damaged file makes PIL raise has no common class
-        return None
+            return to_rgb(image, "it"), label
+    except UnidentifiedImageError:
+        return "not an image of a known kind"
+    except Image.DecompressionBombError:
+        return f"over {2 * (Image.MAX_IMAGE_PIXELS or 0) // 1_000_000} megapixels"
+    except Exception as error:  # what a damaged file makes PIL raise has no common class
+        return first_line(error)
+
+
+def accept_large_images() -> None:
+    """Have PIL say nothing of images over 89 megapixels, which are the user's own; twice as many it refuses."""
+    # Not around each image: Python would then repeat all other warnings, which it shows once.
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
 class Damage:
@@ -27,25 +41,30 @@ class Damage:
 
     def __init__(self, split: str, total: int, max_fraction: float) -> None:
         self.split, self.total, self.max_fraction = split, total, max_fraction
-        self.names: dict[str, None] = {}  # a set that keeps its order
+        self.reasons: dict[str, str] = {}
 
-    def add(self, names: Iterable[str]) -> None:
+    def add(self, damaged: Iterable[Damaged]) -> None:
         """Remember damaged samples, and stop when they are too many."""
-        self.names.update(dict.fromkeys(names))
-        if len(self.names) > allowed(self.total, self.max_fraction):
+        self.reasons.update(damaged)
+        found = len(self.reasons)
+        if found > allowed(self.total, self.max_fraction):
             raise DamagedDataError(
-                f"{len(self.names)} of {self.total} {self.split} images do not decode "
-                f"({len(self.names) / self.total:.2%}, and data.max_bad_fraction allows {self.max_fraction:.2%}): "
-                + ", ".join(list(self.names)[:3])
+                f"{found} of {self.total} {self.split} images do not decode "
+                f"({found / self.total:.2%}, and data.max_bad_fraction allows {self.max_fraction:.2%}): "
+                f"{_with_reasons(self.reasons)}"
             )
 
 
-def skipped_words(names: Sequence[str]) -> str:
-    """What to say of images that were skipped; nothing if none were."""
-    if not names:
+def skipped_words(reasons: Mapping[str, str]) -> str:
+    """What to say of images that were skipped, by their names, and why; nothing if none were."""
+    if not reasons:
         return ""
-    images, were = ("images", "were") if len(names) > 1 else ("image", "was")
-    return f"{len(names):,} {images} could not be decoded and {were} skipped: {some(names)}"
+    were = "were" if len(reasons) > 1 else "was"
+    return f"{count(len(reasons), 'image')} could not be decoded and {were} skipped: {_with_reasons(reasons)}"
+
+
+def _with_reasons(reasons: Mapping[str, str]) -> str:
+    return some([f"{name} ({reason})" for name, reason in reasons.items()])
 
 
 def allowed(total: int, max_fraction: float) -> int:

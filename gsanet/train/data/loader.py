@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from gsanet.train.data.augment import Ints, evaluation_views, render, training_views
 from gsanet.train.data.changes import change, training_changes
-from gsanet.train.data.damage import Damage, allowed, decode
+from gsanet.train.data.damage import Damage, Damaged, accept_large_images, allowed, decode
 from gsanet.train.data.settings import Plan
 from gsanet.train.data.sources import Source
 
 Batch = tuple[Tensor, Tensor]
-WorkerBatch = tuple[Tensor, Tensor, list[str]]  # images uint8, labels, names of damaged samples
+WorkerBatch = tuple[Tensor, Tensor, list[Damaged]]  # images uint8, labels, damaged samples
 
 
 class LoaderStore:
@@ -51,16 +51,17 @@ class WorkerBatches(Dataset[WorkerBatch]):
         """One batch."""
         views: list[Tensor] = []
         labels: list[int] = []
-        damaged: list[str] = []
+        damaged: list[Damaged] = []
         for sample in self.requests[number].tolist():
             for candidate in self._candidates(sample):
                 decoded = decode(partial(self.source.open, candidate))
-                if decoded is not None:
-                    image, label = decoded
-                    views.append(view(self.plan, image, sample, self.epoch))
-                    labels.append(label)
-                    break
-                damaged.append(self.source.name(candidate))
+                if isinstance(decoded, str):
+                    damaged.append((self.source.name(candidate), decoded))
+                    continue
+                image, label = decoded
+                views.append(view(self.plan, image, sample, self.epoch))
+                labels.append(label)
+                break
         return collate(self.plan, views, labels, damaged)
 
     def _candidates(self, sample: int) -> Iterator[int]:
@@ -80,7 +81,7 @@ def view(plan: Plan, image: Image.Image, sample: int, epoch: int | None) -> Tens
     return change(pixels[None], training_changes(settings, samples, plan.seed, epoch))[0]
 
 
-def collate(plan: Plan, views: list[Tensor], labels: list[int], damaged: list[str]) -> WorkerBatch:
+def collate(plan: Plan, views: list[Tensor], labels: list[int], damaged: list[Damaged]) -> WorkerBatch:
     """One batch of what a worker has made, which may be nothing."""
     empty = torch.empty(0, 3, *plan.settings.img_size, dtype=torch.uint8)
     return torch.stack(views) if views else empty, torch.tensor(labels, dtype=torch.int64), damaged
@@ -109,8 +110,9 @@ def iterate(dataset: Dataset[Any], plan: Plan, workers: int) -> Iterator[Any]:
 
 
 def _start_worker(number: int) -> None:
-    """Ctrl-C is for the main process, which saves a checkpoint and ends its workers."""
+    # Ctrl-C is for the main process, which saves a checkpoint and ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    accept_large_images()
 
 
 class Normalise:

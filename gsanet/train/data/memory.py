@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as F
 
 from gsanet.train.data.augment import Ints, Views, evaluation_views, render, render_batch, training_views, view_table
 from gsanet.train.data.changes import change, training_changes
-from gsanet.train.data.damage import Damage, decode
+from gsanet.train.data.damage import Damage, Damaged, decode
 from gsanet.train.data.loader import Batch, Normalise, iterate
 from gsanet.train.data.settings import DataSettings, Plan
 from gsanet.train.data.sources import FolderSource, Source
@@ -47,10 +46,10 @@ class MemoryStore:
     def __init__(
         self, source: Source, plan: Plan, damage: Damage, train: bool, size: tuple[int, int], resize: bool
     ) -> None:
-        images, labels, good = _decode_all(source, plan, damage, size, resize)
-        if not good.all():
-            (sound,) = good.nonzero()
-            rows = sound[np.searchsorted(sound, np.arange(len(good))) % len(sound)] if train else sound
+        images, labels, damaged = _decode_all(source, plan, damage, size, resize)
+        if damaged:
+            sound = np.delete(np.arange(len(source)), list(damaged))
+            rows = sound[np.searchsorted(sound, np.arange(len(source))) % len(sound)] if train else sound
             images, labels = images[rows], labels[rows]
         self.plan = plan
         self.images = images.to(plan.device)  # n, height, channel, width
@@ -113,17 +112,17 @@ class Chunks(Dataset):
     def __len__(self) -> int:
         return -(-len(self.source) // CHUNK)
 
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, list[int], bool]:
-        """Images uint8 (n, height, 3, width), labels, damaged samples, and whether all had the size."""
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, dict[int, str], bool]:
+        """Images uint8 (n, height, 3, width), labels, why samples do not decode, and whether all had the size."""
         samples = range(number * CHUNK, min((number + 1) * CHUNK, len(self.source)))
         height, width = self.size
         images = torch.zeros(len(samples), height, 3, width, dtype=torch.uint8)
         labels = torch.zeros(len(samples), dtype=torch.int64)
-        damaged = []
+        damaged: dict[int, str] = {}
         for row, sample in enumerate(samples):
             decoded = decode(partial(self.source.open, sample))
-            if decoded is None:
-                damaged.append(sample)
+            if isinstance(decoded, str):
+                damaged[sample] = decoded
                 continue
             image, label = decoded
             size = (image.height, image.width)
@@ -138,7 +137,7 @@ class Chunks(Dataset):
         return images, labels, damaged, True
 
 
-Decoded = tuple[Tensor, Tensor, NDArray[np.bool_]]  # images, labels, and which of them are sound
+Decoded = tuple[Tensor, Tensor, dict[int, str]]  # images, labels, and why some of them did not decode
 _kept: dict[Hashable, Decoded] | None = None
 
 
@@ -158,8 +157,7 @@ def _decode_all(source: Source, plan: Plan, damage: Damage, size: tuple[int, int
         return _decode(source, plan, damage, size, resize)
     key = (source.paths.tobytes(), size, resize)
     if key in _kept:
-        (damaged,) = (~_kept[key][2]).nonzero()
-        damage.add(source.name(sample) for sample in damaged.tolist())
+        damage.add(_named(source, _kept[key][2]))
     else:
         _kept[key] = _decode(source, plan, damage, size, resize)
     return _kept[key]
@@ -168,7 +166,7 @@ def _decode_all(source: Source, plan: Plan, damage: Damage, size: tuple[int, int
 def _decode(source: Source, plan: Plan, damage: Damage, size: tuple[int, int], resize: bool) -> Decoded:
     images = torch.empty(len(source), size[0], 3, size[1], dtype=torch.uint8)
     labels = torch.empty(len(source), dtype=torch.int64)
-    good = np.ones(len(source), bool)
+    damaged: dict[int, str] = {}
     chunks = Chunks(source, size, resize)
     workers = plan.settings.workers if len(source) > MANY else 0
     pieces: Iterable[Any] = iterate(chunks, plan, workers)
@@ -177,15 +175,19 @@ def _decode(source: Source, plan: Plan, damage: Damage, size: tuple[int, int], r
         from rich.progress import track
 
         pieces = track(pieces, "Decoding", len(chunks), console=Console(stderr=True), transient=True)
-    for number, (piece, piece_labels, damaged, same_size) in enumerate(pieces):
+    for number, (piece, piece_labels, more, same_size) in enumerate(pieces):
         if not same_size:
             raise MixedSizesError
         start = number * CHUNK
         images[start : start + len(piece)] = piece
         labels[start : start + len(piece)] = piece_labels
-        good[damaged] = False
-        damage.add(source.name(sample) for sample in damaged)
-    return images, labels, good
+        damaged |= more
+        damage.add(_named(source, more))
+    return images, labels, damaged
+
+
+def _named(source: Source, damaged: dict[int, str]) -> list[Damaged]:
+    return [(source.name(sample), reason) for sample, reason in damaged.items()]
 
 
 def _probe(source: Source) -> set[tuple[int, int]]:

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from gsanet.images import is_image
 from gsanet.train.data import draws
 from gsanet.train.data.shards import Shards, open_shards
+from gsanet.words import first_line
 
 VALIDATION_NAMES = ("val", "validation", "test")
 
@@ -207,8 +208,7 @@ def open_timm(name: str, path: str, train: bool) -> Splits:
         try:
             dataset = create_dataset(name, root=path or None, split=which)
         except Exception as error:  # of timm, or of the library behind the name
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ValueError(f"timm cannot open the {which} split of {name!r}: {reason}") from error
+            raise ValueError(f"timm cannot open the {which} split of {name!r}: {first_line(error)}") from error
         if isinstance(dataset, IterableDataset):
             raise ValueError(f"timm can only stream {name!r}: give its tar shards as wds:TRAIN|VAL")
         return TimmSource(f"{name} {which} image", dataset)

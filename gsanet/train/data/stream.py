@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from gsanet.train.data import draws
 from gsanet.train.data.augment import Ints
 from gsanet.train.data.batches import EvalLoader, TrainLoader
-from gsanet.train.data.damage import Damage, decode
+from gsanet.train.data.damage import Damage, Damaged, decode
 from gsanet.train.data.loader import Batch, Normalise, WorkerBatch, collate, iterate, view
 from gsanet.train.data.settings import Plan
 from gsanet.train.data.shards import Sample, Shards
@@ -94,11 +94,11 @@ class Pieces(IterableDataset[WorkerBatch | OSError]):
     def pieces(self, worker: int, workers: int) -> Iterator[WorkerBatch]:
         """The pieces of one worker of several."""
 
-    def decode(self, sample: Sample) -> tuple[Image.Image, int] | None:
-        """Image and label; None if it is damaged."""
+    def decode(self, sample: Sample) -> tuple[Image.Image, int] | str:
+        """Image and label; or why it does not decode."""
         decoded = decode(sample.open)
         classes = len(self.shards.class_names)
-        if decoded is not None and not 0 <= decoded[1] < classes:
+        if not isinstance(decoded, str) and not 0 <= decoded[1] < classes:
             raise OSError(f"{sample.name} has the label {decoded[1]}, but there are {classes} classes")
         return decoded
 
@@ -121,19 +121,19 @@ class LanePieces(Pieces):
             views, labels, damaged = zip(*filled, strict=True)
             yield collate(self.plan, list(views), list(labels), list(chain(*damaged)))
 
-    def _fill(self, lane: int) -> Iterator[tuple[Tensor, int, list[str]]]:
-        """View and label of each of a lane's places, and the names of damaged samples met on the way.
+    def _fill(self, lane: int) -> Iterator[tuple[Tensor, int, list[Damaged]]]:
+        """View and label of each of a lane's places, and the damaged samples met on the way.
 
         The place of a damaged sample goes to the next sound one, which then fills its own as well.
         """
         places: list[int] = []
-        damaged: list[str] = []
+        damaged: list[Damaged] = []
         for place, sample in self._read(lane):
             places.append(place)
             decoded = self.decode(sample)
-            if decoded is None:
-                damaged.append(sample.name)
-                self.damage.add([sample.name])
+            if isinstance(decoded, str):
+                damaged.append((sample.name, decoded))
+                self.damage.add(damaged)
                 continue
             for each in places:
                 yield view(self.plan, decoded[0], each, self.epoch), decoded[1], damaged
@@ -160,9 +160,9 @@ class EvalPieces(Pieces):
         samples = _read_range(self.shards, np.arange(len(self.shards.urls)), share.start, share.stop)
         while batch := list(islice(samples, self.plan.rank_batch_size)):
             decoded = [(sample.name, self.decode(sample)) for _, sample in batch]
-            sound = [each for _, each in decoded if each is not None]
+            sound = [each for _, each in decoded if not isinstance(each, str)]
             views = [view(self.plan, image, 0, None) for image, _ in sound]
-            damaged = [name for name, each in decoded if each is None]
+            damaged = [(name, each) for name, each in decoded if isinstance(each, str)]
             yield collate(self.plan, views, [label for _, label in sound], damaged)
 
 

@@ -13,7 +13,7 @@ from helpers import gradients, relative_error
 from gsanet.functional import use_backend
 from gsanet.functional.fused.compiler import compile_all, unavailable
 from gsanet.functional.fused.plan import plan_local
-from gsanet.functional.local import local_mix, local_scores, local_spread
+from gsanet.functional.local_ops import local_mix, local_scores, local_spread
 
 TOLERANCES = {FLOAT: 2e-6, BF16: 6e-3, HALF: 1e-3}
 

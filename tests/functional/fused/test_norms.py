@@ -32,7 +32,7 @@ import gsanet
 from gsanet.functional import use_backend
 from gsanet.functional.fused import norm_ops, norms
 from gsanet.functional.fused.plan import Machine
-from gsanet.inference_blocks import InferenceMaxPool2d
+from gsanet.inference.blocks import InferenceMaxPool2d
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 
 LAST = torch.channels_last

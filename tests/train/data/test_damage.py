@@ -1,12 +1,15 @@
 """Images that do not decode are counted, named and skipped, up to a stated share."""
 
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from pictures import UNTOUCHED, joined, numbers, open_small, same, write_folder, write_shards
+from PIL import Image
 
 from gsanet.train.data import DamagedDataError, memory
+from gsanet.train.data.damage import skipped_words
 
 HOW = {
     "truncated": lambda data: data[: len(data) // 2],
@@ -47,6 +50,37 @@ def test_damaged_images_are_named_and_batches_stay_whole(spoilt, how, workers):
     assert [len(labels) for _, labels in data.train.batches(0)] == [6] * 5
     assert sum(len(labels) for _, labels in data.val.batches()) == 14
     assert sorted(name.rpartition("/")[2][:4] for name in data.bad_files()) == ["0004", "0005", "0029", "0030"]
+
+
+@pytest.mark.parametrize(("how", "reason"), [("truncated", "truncated"), ("text", "not an image of a known kind")])
+def test_it_is_said_why_an_image_does_not_decode(spoilt, how, reason):
+    data = spoilt({4}, how)(max_bad_fraction=0.1)
+    list(data.train.batches(0))
+    ((name, why),) = data.bad_files().items()
+    assert reason in why
+    assert skipped_words(data.bad_files()) == f"1 image could not be decoded and was skipped: {name} ({why})"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_large_photographs_are_taken_without_a_word(spoilt, workers, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20 * 24 - 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # which would be damage
+        data = spoilt(set())(workers=workers)
+        assert len(list(data.train.batches(0))) == 5
+    assert data.bad_files() == {}
+
+
+def test_larger_ones_are_named_with_their_size(tmp_path):
+    write_folder(tmp_path)
+    file = tmp_path / "train" / "bee" / "0012.png"
+    Image.new("1", (20_000, 10_000)).save(file)
+    data = open_small(tmp_path, "loader", max_bad_fraction=0.1)
+    list(data.train.batches(0))
+    assert data.bad_files() == {str(file): "over 178 megapixels"}
+    assert skipped_words(data.bad_files()).endswith(
+        f"1 image could not be decoded and was skipped: {file} (over 178 megapixels)"
+    )
 
 
 def test_a_sound_sample_takes_the_place_of_a_damaged_one(spoilt, kind):
@@ -107,6 +141,6 @@ def test_images_are_decoded_once_where_that_is_asked_for(folder, monkeypatch):
         first, second = (open_small(folder, "memory", max_bad_fraction=0.5) for _ in range(2))
         assert same(first.train.batches(0), second.train.batches(0))
         assert len(decoded) == first.train.num_samples
-    assert first.bad_files() == second.bad_files() != []
+    assert first.bad_files() == second.bad_files() != {}
     list(open_small(folder, "memory", max_bad_fraction=0.5).train.batches(0))
     assert len(decoded) == 2 * first.train.num_samples

@@ -13,8 +13,8 @@ import timm
 import torch
 import torch.nn.functional as F
 import torchvision
+from fused_networks import assert_same, check, create, trained
 from helpers import relative_error
-from test_inference import assert_same, check, create, trained
 from timm.models.byobnet import BottleneckBlock, LayerFn
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,7 +24,7 @@ from torchvision.models.resnet import Bottleneck
 from gsanet import fuse_for_inference
 from gsanet.functional import convolution
 from gsanet.functional.convolution import convolution_relu, fused_convolution_relu
-from gsanet.inference_blocks import ConvolutionReLU, InferenceBlock
+from gsanet.inference.blocks import ConvolutionReLU, InferenceBlock
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

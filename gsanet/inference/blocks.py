@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from gsanet.functional.convolution import convolution_relu
 from gsanet.functional.fused.norms import is_halving, max_pool
-from gsanet.inference_chains import Chains
+from gsanet.inference.chains import Chains
 from gsanet.layers.block_convolution import PLAIN, settings_of
 from gsanet.layers.watched import has_hooks
 
