@@ -1,0 +1,100 @@
+// Positional attention along all lines of a map, and what is done with its output before it leaves the cache.
+#include "lanes.h"
+#include "products.h"
+
+namespace {
+
+constexpr int CACHED = 1 << 14;  // bytes of values that stay in the first cache, beside the scores, while pixels attend
+
+struct Lines {
+    Map queries, values, out;
+    const float* embeddings;       // (2 * length - 1, key); or null: no positional attention, and values are not read
+    const float* context;          // (image, head, key, value): adds queries times this; or null
+    const float* scale_and_shift;  // (2, head, value), of the output; or null
+    int relu;                      // whether a ReLU comes behind that
+    int images, lines, length, heads, key, value, threads;
+};
+
+// The vectors of one group: queries [x][key], values [i][value], sums [x][value], scores [PIXELS][piece], and context
+// vectors [key][value] and scale and shift [2][value], which are not of a pixel.
+struct Vectors {
+    int piece;
+    int64_t queries, values, sums, scores, context, affine, count;
+
+    explicit Vectors(const Lines& of) {
+        piece = CACHED / static_cast<int>(of.value * sizeof(Vector)) / TILE * TILE;
+        if (piece < TILE) piece = TILE;
+        int64_t end = 0;
+        const auto take = [&](int64_t vectors) {
+            end += vectors;
+            return end - vectors;
+        };
+        queries = take(int64_t(of.length) * of.key);
+        values = take(of.embeddings ? int64_t(of.length) * of.value : 0);
+        sums = take(int64_t(of.length) * of.value);
+        scores = take(PIXELS * piece);
+        context = take(of.context ? int64_t(of.key) * of.value : 0);
+        affine = take(of.scale_and_shift ? 2 * of.value : 0);
+        count = end;
+    }
+};
+
+// Calls f with each PIXELS pixels of a line: where they begin, and how many they are.
+template <class F>
+inline void for_pixels(int length, F&& f) {
+    for (int x = 0; x < length; x += PIXELS) with_known<PIXELS>(length - x, [&](auto pixels) { f(x, pixels); });
+}
+
+void attend(const Lines& of, const Vectors& at, const Group& group, Vector* vectors) {
+    Vector *const queries = vectors + at.queries, *const values = vectors + at.values, *const sums = vectors + at.sums;
+    Vector* const scores = vectors + at.scores;
+    gather(Starts(group, of.queries, of.key), of.queries.pixel, of.length, of.key, queries);
+    for (int64_t i = 0; i < int64_t(of.length) * of.value; i++) sums[i] = Vector{};
+
+    if (of.context) {
+        const float* const context = of.context + int64_t(group.image) * of.heads * of.key * of.value;
+        gather(Starts(group, context, of.key * of.value), of.value, of.key, of.value, vectors + at.context);
+        for_pixels(of.length, [&](int x, auto pixels) {
+            mix_all<decltype(pixels)::value>(
+                queries + x * of.key, of.key, vectors + at.context, of.key, of.value, sums + x * of.value);
+        });
+    }
+
+    if (of.embeddings) gather(Starts(group, of.values, of.value), of.values.pixel, of.length, of.value, values);
+    for (int first = 0; of.embeddings && first < of.length; first += at.piece) {
+        const int count = of.length - first < at.piece ? of.length - first : at.piece;
+        for_pixels(of.length, [&](int x, auto pixels) {
+            constexpr int X = decltype(pixels)::value;
+            const float* const window = of.embeddings + (of.length - 1 + first - x) * of.key;
+            score_all<X>(queries + x * of.key, of.key, window, count, scores, at.piece);
+            mix_all<X>(scores, at.piece, values + first * of.value, count, of.value, sums + x * of.value);
+        });
+    }
+
+    if (of.scale_and_shift) {
+        Vector *const scale = vectors + at.affine, *const shift = scale + of.value;
+        gather(Starts(group, of.scale_and_shift, of.value), of.heads * of.value, 2, of.value, scale);
+        for (int x = 0; x < of.length; x++)
+            for (int c = 0; c < of.value; c++) {
+                Vector& sum = sums[x * of.value + c];
+                sum = sum * scale[c] + shift[c];
+                if (of.relu) sum = sum < 0 ? Vector{} : sum;  // NaN stays NaN
+            }
+    }
+    scatter(Starts(group, of.out, of.value), group.count, of.out.pixel, of.length, of.value, sums);
+}
+
+}  // namespace
+
+extern "C" void attend_along_lines(const Lines* lines) {
+    const Lines& of = *lines;
+    const Vectors at(of);
+    const int groups = count_groups(of.lines, of.heads);
+#pragma omp parallel num_threads(of.threads)
+    {
+        Scratch<Vector> vectors(at.count);
+#pragma omp for schedule(dynamic)
+        for (int unit = 0; unit < of.images * groups; unit++)
+            attend(of, at, Group(unit / groups, unit % groups, of.lines, of.heads), vectors.data);
+    }
+}
