@@ -1,8 +1,8 @@
 """The backend `native`: attention on a CPU in C++ kernels, compiled at first use by the compiler that is there.
 
 Scores never leave the first cache. `compiler` is the way from source to a loaded library, `calls` has one function for
-each kernel, `module` the whole module, `kernels` the source. The kernels have no gradients: where one is asked for, the
-backend `torch` does the work.
+each kernel, `module` the whole module in evaluation, `kernels` the source. Positional attention has a gradient of its
+own; where another is asked for, the backend `torch` does the work.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from gsanet.functional import lean
 from gsanet.functional.backends import Axis, Backend, Norm, Operation
 from gsanet.functional.lean import fit_table
 from gsanet.functional.native import calls
@@ -29,9 +30,33 @@ def content_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, reach: int | None) -> Tensor:
     """As `gsanet.functional.positional_attention`."""
-    table = fit_table(rel, q.shape[1 if axis == "column" else 2], reach).contiguous()
-    q, v = calls.side_by_side(q), calls.side_by_side(v)
-    return calls.attend(q, v, table, axis, v.new_empty(v.shape))
+    table = fit_table(rel, q.shape[1 if axis == "column" else 2], reach)
+    return _PositionalAttention.apply(q, v, table, axis)
+
+
+class _PositionalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(q: Tensor, v: Tensor, table: Tensor, axis: Axis) -> Tensor:
+        q, v = calls.side_by_side(q), calls.side_by_side(v)
+        return calls.attend(q, v, table.contiguous(), axis, v.new_empty(v.shape))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Axis], output: Tensor) -> None:
+        *tensors, ctx.axis = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, v, table = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a gradient that is to be differentiated again: PyTorch knows how
+            out = lean.positional_attention(q, v, table, ctx.axis, None)
+            wanted = [one for one, needs in zip((q, v, table), ctx.needs_input_grad, strict=False) if needs]
+            gradients = iter(torch.autograd.grad(out, wanted, d_out, create_graph=True))
+            return *(next(gradients) if needs else None for needs in ctx.needs_input_grad[:3]), None
+        q, v, d_out = (calls.side_by_side(tensor) for tensor in (q, v, d_out))
+        d_q, d_v = q.new_empty(q.shape), v.new_empty(v.shape)
+        d_table = calls.attend_gradient(q, v, table.contiguous(), ctx.axis, d_out, d_q, d_v)
+        return d_q, d_v, d_table, None
 
 
 def refuses(operation: Operation, *arguments: Any, **settings: Any) -> str | None:
@@ -53,8 +78,8 @@ def refuses(operation: Operation, *arguments: Any, **settings: Any) -> str | Non
     if operation == "global_self_attention_map":
         if (reason := _refuses_map(*arguments, **settings)) is not None:
             return reason
-    elif _differentiated(*tensors):
-        return "its kernels have no gradient"
+    elif operation == "content_attention" and _differentiated(*tensors):
+        return "its content attention has no gradient"
     return unavailable()
 
 
@@ -82,12 +107,12 @@ def _refuses_map(
         elif norm.num_features != weight.shape[0] - others["dim_key"] * (2 if content else 1):
             return f"the norm is for {norm.num_features} channels"
         else:
-            fixed += [*norm.parameters(), norm.running_mean, norm.running_var]
+            fixed += [one for one in (norm.weight, norm.bias, norm.running_mean, norm.running_var) if one is not None]
     if any(tensor.dtype != torch.float32 or tensor.device.type != "cpu" for tensor in fixed):
         return "it takes norms in float32 on the CPU only"
     tables = (table for table in (rel_column, rel_row) if table is not None)
     if _differentiated(x, weight, *tables, *fixed):
-        return "its kernels have no gradient"
+        return "its whole modules have no gradient"
     return None
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from gsanet.functional.backends import Axis
 from gsanet.functional.native.compiler import library
 
+SHARES = 32  # of the lines of a batch, each with a gradient of the embeddings that one thread makes
+
 
 class Map(Structure):
     """A map in memory, seen as lines: `Map` of `kernels/lanes.h`."""
@@ -24,6 +26,17 @@ class Lines(Structure):
         ("embeddings", c_void_p), ("context", c_void_p), ("scale_and_shift", c_void_p), ("relu", c_int),
         ("images", c_int), ("lines", c_int), ("length", c_int), ("heads", c_int), ("key", c_int), ("value", c_int),
         ("threads", c_int),
+    )  # fmt: skip
+
+
+class LineGradient(Structure):
+    """The arguments of `kernels/line_gradient.cpp`."""
+
+    _fields_ = (
+        ("queries", Map), ("values", Map), ("gradient", Map), ("d_queries", Map), ("d_values", Map),
+        ("embeddings", c_void_p), ("d_embeddings", c_void_p),
+        ("images", c_int), ("lines", c_int), ("length", c_int), ("heads", c_int), ("key", c_int), ("value", c_int),
+        ("shares", c_int), ("threads", c_int),
     )  # fmt: skip
 
 
@@ -72,6 +85,24 @@ def attend(
         )
     )
     return out
+
+
+def attend_gradient(
+    q: Tensor, v: Tensor, rel: Tensor, axis: Axis, d_out: Tensor, d_q: Tensor, d_v: Tensor
+) -> Tensor:
+    """Write the gradients of q and v for that of the output of `attend`; returns the embeddings'."""
+    batch, height, width, heads, key = q.shape
+    lines, length = (width, height) if axis == "column" else (height, width)
+    shares = rel.new_empty(min(SHARES, batch * lines), *rel.shape)
+    library().differentiate_along_lines(
+        byref(
+            LineGradient(
+                *(_lines(tensor, axis) for tensor in (q, v, d_out, d_q, d_v)), rel.data_ptr(), shares.data_ptr(),
+                batch, lines, length, heads, key, v.shape[4], len(shares), torch.get_num_threads(),
+            )  # fmt: skip
+        )
+    )
+    return shares.sum(dim=0)
 
 
 def context_vectors(k: Tensor, v: Tensor) -> Tensor:

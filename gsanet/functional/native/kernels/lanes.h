@@ -76,3 +76,18 @@ inline void scatter(const Starts& starts, int count, int64_t step, int rows, int
             for (int lane = 0; lane < count; lane++) starts.at[lane][row * step + c] = in[c * LANES + lane];
     }
 }
+
+// Hands out places one behind the other.
+struct Layout {
+    int64_t end = 0;
+    int64_t operator()(int64_t count) {
+        end += count;
+        return end - count;
+    }
+};
+
+// How many pixels of so many channels stay in the first cache, beside other things, while others are made of them.
+inline int cached_pixels(int channels) {
+    const int pixels = (1 << 14) / static_cast<int>(channels * sizeof(Vector)) / TILE * TILE;
+    return pixels < TILE ? TILE : pixels;
+}

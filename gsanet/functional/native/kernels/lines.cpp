@@ -4,8 +4,6 @@
 
 namespace {
 
-constexpr int CACHED = 1 << 14;  // bytes of values that stay in the first cache, beside the scores, while pixels attend
-
 struct Lines {
     Map queries, values, out;
     const float* embeddings;       // (2 * length - 1, key); or null: no positional attention, and values are not read
@@ -18,32 +16,21 @@ struct Lines {
 // The vectors of one group: queries [x][key], values [i][value], sums [x][value], scores [PIXELS][piece], and context
 // vectors [key][value] and scale and shift [2][value], which are not of a pixel.
 struct Vectors {
-    int piece;
+    int piece;  // attended pixels at a time
     int64_t queries, values, sums, scores, context, affine, count;
 
     explicit Vectors(const Lines& of) {
-        piece = CACHED / static_cast<int>(of.value * sizeof(Vector)) / TILE * TILE;
-        if (piece < TILE) piece = TILE;
-        int64_t end = 0;
-        const auto take = [&](int64_t vectors) {
-            end += vectors;
-            return end - vectors;
-        };
+        piece = cached_pixels(of.value);
+        Layout take;
         queries = take(int64_t(of.length) * of.key);
         values = take(of.embeddings ? int64_t(of.length) * of.value : 0);
         sums = take(int64_t(of.length) * of.value);
         scores = take(PIXELS * piece);
         context = take(of.context ? int64_t(of.key) * of.value : 0);
         affine = take(of.scale_and_shift ? 2 * of.value : 0);
-        count = end;
+        count = take.end;
     }
 };
-
-// Calls f with each PIXELS pixels of a line: where they begin, and how many they are.
-template <class F>
-inline void for_pixels(int length, F&& f) {
-    for (int x = 0; x < length; x += PIXELS) with_known<PIXELS>(length - x, [&](auto pixels) { f(x, pixels); });
-}
 
 void attend(const Lines& of, const Vectors& at, const Group& group, Vector* vectors) {
     Vector *const queries = vectors + at.queries, *const values = vectors + at.values, *const sums = vectors + at.sums;
@@ -55,7 +42,7 @@ void attend(const Lines& of, const Vectors& at, const Group& group, Vector* vect
         const float* const context = of.context + int64_t(group.image) * of.heads * of.key * of.value;
         gather(Starts(group, context, of.key * of.value), of.value, of.key, of.value, vectors + at.context);
         for_pixels(of.length, [&](int x, auto pixels) {
-            mix_all<decltype(pixels)::value>(
+            mix_channels<decltype(pixels)::value>(
                 queries + x * of.key, of.key, vectors + at.context, of.key, of.value, sums + x * of.value);
         });
     }
@@ -66,8 +53,8 @@ void attend(const Lines& of, const Vectors& at, const Group& group, Vector* vect
         for_pixels(of.length, [&](int x, auto pixels) {
             constexpr int X = decltype(pixels)::value;
             const float* const window = of.embeddings + (of.length - 1 + first - x) * of.key;
-            score_all<X>(queries + x * of.key, of.key, window, count, scores, at.piece);
-            mix_all<X>(scores, at.piece, values + first * of.value, count, of.value, sums + x * of.value);
+            score_attended<X>(queries + x * of.key, of.key, window, count, scores, at.piece);
+            mix_channels<X>(scores, at.piece, values + first * of.value, count, of.value, sums + x * of.value);
         });
     }
 
