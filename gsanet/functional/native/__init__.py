@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from gsanet.functional import lean
@@ -71,9 +72,9 @@ def refuses(operation: Operation, *arguments: Any, **settings: Any) -> str | Non
         return "its kernels are no operators that could be traced"
     if first.dtype != torch.float32:
         return f"its kernels compute in float32, not in {first.dtype}"
-    if is_in_torch_dispatch_mode() or any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
+    if is_in_torch_dispatch_mode() or not all(map(_is_plain, tensors)):
         return "it takes plain tensors only, with nothing that watches operators"
-    if first.numel() < FEW:
+    if first.numel() < FEW or not all(tensor.numel() for tensor in tensors):
         return f"a map of {first.numel()} numbers is too small to compile kernels for"
     if operation == "global_self_attention_map":
         if (reason := _refuses_map(*arguments, **settings)) is not None:
@@ -91,6 +92,7 @@ def _refuses_map(
     norm: Norm | Tensor | None,
     *,
     finish: Tensor | None = None,
+    dim_key: int,
     content: bool,
     **others: int | None,
 ) -> str | None:
@@ -104,7 +106,7 @@ def _refuses_map(
             return f"it computes whole modules with a batch norm in evaluation, not with {type(norm).__name__} as it is"
         elif norm._forward_hooks or norm._forward_pre_hooks:
             return "the norm has hooks, which a kernel would pass by"
-        elif norm.num_features != weight.shape[0] - others["dim_key"] * (2 if content else 1):
+        elif norm.num_features != weight.shape[0] - dim_key * (2 if content else 1):
             return f"the norm is for {norm.num_features} channels"
         else:
             fixed += [one for one in (norm.weight, norm.bias, norm.running_mean, norm.running_var) if one is not None]
@@ -114,6 +116,16 @@ def _refuses_map(
     if _differentiated(x, weight, *tables, *fixed):
         return "its whole modules have no gradient"
     return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is what lies in its memory, and no more: no subclass, no tangent of forward-mode derivatives."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_neg()
+        and unpack_dual(tensor).tangent is None
+    )
 
 
 def _differentiated(*tensors: Tensor) -> bool:

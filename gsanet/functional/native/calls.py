@@ -79,17 +79,24 @@ def attend(
         byref(
             Lines(
                 *(_lines(tensor, axis) for tensor in (q, v, out)),
-                _pointer(rel), _pointer(context), _pointer(scale_and_shift), relu,
-                batch, lines, length, heads, key, v.shape[4], torch.get_num_threads(),
+                _pointer(rel),
+                _pointer(context),
+                _pointer(scale_and_shift),
+                relu,
+                batch,
+                lines,
+                length,
+                heads,
+                key,
+                v.shape[4],
+                torch.get_num_threads(),
             )  # fmt: skip
         )
     )
     return out
 
 
-def attend_gradient(
-    q: Tensor, v: Tensor, rel: Tensor, axis: Axis, d_out: Tensor, d_q: Tensor, d_v: Tensor
-) -> Tensor:
+def attend_gradient(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, d_out: Tensor, d_q: Tensor, d_v: Tensor) -> Tensor:
     """Write the gradients of q and v for that of the output of `attend`; returns the embeddings'."""
     batch, height, width, heads, key = q.shape
     lines, length = (width, height) if axis == "column" else (height, width)
@@ -97,8 +104,17 @@ def attend_gradient(
     library().differentiate_along_lines(
         byref(
             LineGradient(
-                *(_lines(tensor, axis) for tensor in (q, v, d_out, d_q, d_v)), rel.data_ptr(), shares.data_ptr(),
-                batch, lines, length, heads, key, v.shape[4], len(shares), torch.get_num_threads(),
+                *(_lines(tensor, axis) for tensor in (q, v, d_out, d_q, d_v)),
+                rel.data_ptr(),
+                shares.data_ptr(),
+                batch,
+                lines,
+                length,
+                heads,
+                key,
+                v.shape[4],
+                len(shares),
+                torch.get_num_threads(),
             )  # fmt: skip
         )
     )
@@ -113,8 +129,17 @@ def context_vectors(k: Tensor, v: Tensor) -> Tensor:
     library().context_vectors(
         byref(
             Context(
-                k.data_ptr(), v.data_ptr(), out.data_ptr(), *k.stride()[:2], *v.stride()[:2],
-                batch, height * width, heads, key, v.shape[3], torch.get_num_threads(),
+                k.data_ptr(),
+                v.data_ptr(),
+                out.data_ptr(),
+                *k.stride()[:2],
+                *v.stride()[:2],
+                batch,
+                height * width,
+                heads,
+                key,
+                v.shape[3],
+                torch.get_num_threads(),
             )  # fmt: skip
         )
     )

@@ -27,6 +27,7 @@ KERNELS = Path(__file__).parent / "kernels"
 COMPILERS = ("c++", "g++", "clang++")
 # With the OpenMP of the compiler: its library has the name of the one that PyTorch has loaded, and is not loaded again.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
+ENTRIES = ("attend_along_lines", "differentiate_along_lines", "context_vectors")
 _FORMAT = 1  # of the files in the cache
 _lock = threading.Lock()
 
@@ -97,9 +98,12 @@ def load(image: bytes) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "kernels.so")
             file.write_bytes(image)
-            return ctypes.CDLL(str(file))
+            loaded = ctypes.CDLL(str(file))
     except OSError as error:
         raise UnavailableError(f"the compiled kernels cannot be loaded: {error}") from error
+    for name in ENTRIES:
+        getattr(loaded, name).restype = None
+    return loaded
 
 
 def _run(command: Sequence[str]) -> str:

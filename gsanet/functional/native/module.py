@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from gsanet.functional.backends import Norm
+from gsanet.functional.backends import Axis, Norm
 from gsanet.functional.lean import fit_table
 from gsanet.functional.native import calls
 from gsanet.functional.pooling import average_pool
@@ -28,42 +28,44 @@ def attention_map(
     """As `gsanet.functional.global_self_attention_map`; the norm is one in evaluation, or its scale and shift."""
     batch, channels, height, width = x.shape
     keys = dim_key if content else 0
-    dim_out = len(weight) - dim_key - keys
+    widths = (dim_key, keys, len(weight) - dim_key - keys)
     column, row = (
         None if rel is None else fit_table(rel, length, reach).contiguous()
         for rel, length in ((rel_column, height), (rel_row, width))
     )
-    between = _scale_and_shift(norm) if column is not None and row is not None and norm is not None else None
+    between = None if column is None or row is None or norm is None else _scale_and_shift(norm)
     finish = None if finish is None else finish.contiguous()
-    at_once = min(batch, max(1, PIECE // (height * width * len(weight))))
-    projected = x.new_empty(at_once * height * width, len(weight))
-    columns = x.new_empty(at_once, height, width, num_heads, dim_out // num_heads)
-    whole = columns.new_empty(columns.shape) if stride > 1 else None
-    out = x.new_empty(batch, -(-height // stride), -(-width // stride), dim_out)
 
+    at_once = min(batch, max(1, PIECE // (height * width * len(weight))))
+    projected = x.new_empty(at_once, height, width, len(weight))
+    columns = x.new_empty(at_once, height, width, num_heads, widths[2] // num_heads)
+    before_pooling = columns.new_empty(columns.shape) if stride > 1 else None
+    out = x.new_empty(batch, -(-height // stride), -(-width // stride), *columns.shape[3:])
     for first in range(0, batch, at_once):
-        images = x[first : first + at_once].permute(0, 2, 3, 1)
+        images, target = (one[first : first + at_once] for one in (x.permute(0, 2, 3, 1), out))
         count = len(images)
-        part = projected[: count * height * width]
-        torch.mm(images.reshape(-1, channels), weight.T, out=part)
-        parts = part.view(count, height, width, -1).split((dim_key, keys, dim_out), dim=3)
-        q, k, v = (one.unflatten(-1, (num_heads, one.shape[3] // num_heads)) for one in parts)
+        torch.mm(images.reshape(-1, channels), weight.T, out=projected[:count].view(-1, len(weight)))
+        parts = projected[:count].split(widths, dim=3)
+        q, k, v = (one.unflatten(3, (num_heads, one.shape[3] // num_heads)) for one in parts)
         context = calls.context_vectors(k, v) if content else None
-        target = out[first : first + count]
-        attended = whole[:count] if whole is not None else target.unflatten(3, (num_heads, -1))
         if column is not None and row is not None:
             v = calls.attend(q, v, column, "column", columns[:count], scale_and_shift=between)
-        last, axis = (row, "row") if row is not None or column is None else (column, "column")
-        if whole is None:
-            calls.attend(q, v, last, axis, attended, context=context, scale_and_shift=finish, relu=finish is not None)
+        last: tuple[Tensor | None, Axis] = (row, "row") if column is None or row is not None else (column, "column")
+        if before_pooling is None:
+            calls.attend(q, v, *last, target, context=context, scale_and_shift=finish, relu=finish is not None)
         else:
-            calls.attend(q, v, last, axis, attended, context=context)
-            pooled = average_pool(attended.flatten(3).permute(0, 3, 1, 2), stride).permute(0, 2, 3, 1)
-            if finish is None:
-                target.copy_(pooled)
-            else:
-                torch.addcmul(finish[1], pooled, finish[0], out=target).relu_()
-    return out.permute(0, 3, 1, 2)
+            calls.attend(q, v, *last, before_pooling[:count], context=context)
+            _pool(before_pooling[:count], stride, finish, target)
+    return out.flatten(3).permute(0, 3, 1, 2)
+
+
+def _pool(attended: Tensor, stride: int, finish: Tensor | None, out: Tensor) -> None:
+    """Average a map (batch, x, y, head, channel) into one that is smaller by the stride, and scale, shift and ReLU."""
+    pooled = average_pool(attended.flatten(3).permute(0, 3, 1, 2), stride).permute(0, 2, 3, 1)
+    if finish is None:
+        out.flatten(3).copy_(pooled)
+    else:
+        torch.addcmul(finish[1], pooled, finish[0], out=out.flatten(3)).relu_()
 
 
 def _scale_and_shift(norm: Norm | Tensor) -> Tensor:

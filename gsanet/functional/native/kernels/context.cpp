@@ -48,13 +48,12 @@ inline Block exponential(Block x) {
 // sums[i] += sum over pixels of weights[pixel][i] * values[pixel], for BLOCK channels of keys and of values.
 inline void add_products(const float* weights, int row, const float* values, int64_t step, int channels, int pixels,
                          Block* sums, int stride) {
-    Block block[BLOCK];
-    UNROLLED for (int i = 0; i < BLOCK; i++) block[i] = sums[i * stride];
+    Block block[BLOCK] = {};
     for (int pixel = 0; pixel < pixels; pixel++) {
         const Block value = load_some(values + pixel * step, channels);
         UNROLLED for (int i = 0; i < BLOCK; i++) block[i] += value * weights[pixel * row + i];
     }
-    UNROLLED for (int i = 0; i < BLOCK; i++) sums[i * stride] = block[i];
+    UNROLLED for (int i = 0; i < BLOCK; i++) sums[i * stride] += block[i];
 }
 
 // Of one head. maxima, totals: [key block]; weights: [PIECE][key block]; sums: [key][value block].
@@ -75,13 +74,16 @@ void attend(const Context& of, const float* keys, const float* values, float* ou
 
     for (int first = 0; first < of.pixels; first += PIECE) {
         const int count = of.pixels - first < PIECE ? of.pixels - first : PIECE;
-        for (int pixel = 0; pixel < count; pixel++)
-            for (int b = 0; b < key_blocks; b++) {
+        for (int b = 0; b < key_blocks; b++) {
+            Block total = {};
+            for (int pixel = 0; pixel < count; pixel++) {
                 const float* const key = keys + (first + pixel) * of.keys_pixel + b * BLOCK;
                 const Block weight = exponential(load_some(key, of.key - b * BLOCK) - maxima[b]);
                 weights[pixel * key_blocks + b] = weight;
-                totals[b] += weight;
+                total += weight;
             }
+            totals[b] += total;
+        }
         for (int a = 0; a < key_blocks; a++)
             for (int b = 0; b < value_blocks; b++)
                 add_products(reinterpret_cast<const float*>(weights + a), key_blocks * BLOCK,
