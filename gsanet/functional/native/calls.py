@@ -75,24 +75,12 @@ def attend(
     """
     batch, height, width, heads, key = q.shape
     lines, length = (width, height) if axis == "column" else (height, width)
-    library().attend_along_lines(
-        byref(
-            Lines(
-                *(_lines(tensor, axis) for tensor in (q, v, out)),
-                _pointer(rel),
-                _pointer(context),
-                _pointer(scale_and_shift),
-                relu,
-                batch,
-                lines,
-                length,
-                heads,
-                key,
-                v.shape[4],
-                torch.get_num_threads(),
-            )  # fmt: skip
-        )
-    )
+    arguments = Lines(
+        *(_lines(tensor, axis) for tensor in (q, v, out)),
+        _pointer(rel), _pointer(context), _pointer(scale_and_shift), relu,
+        batch, lines, length, heads, key, v.shape[4], torch.get_num_threads(),
+    )  # fmt: skip
+    library().attend_along_lines(byref(arguments))
     return out
 
 
@@ -101,23 +89,11 @@ def attend_gradient(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, d_out: Tensor
     batch, height, width, heads, key = q.shape
     lines, length = (width, height) if axis == "column" else (height, width)
     shares = rel.new_empty(min(SHARES, batch * lines), *rel.shape)
-    library().differentiate_along_lines(
-        byref(
-            LineGradient(
-                *(_lines(tensor, axis) for tensor in (q, v, d_out, d_q, d_v)),
-                rel.data_ptr(),
-                shares.data_ptr(),
-                batch,
-                lines,
-                length,
-                heads,
-                key,
-                v.shape[4],
-                len(shares),
-                torch.get_num_threads(),
-            )  # fmt: skip
-        )
-    )
+    arguments = LineGradient(
+        *(_lines(tensor, axis) for tensor in (q, v, d_out, d_q, d_v)), rel.data_ptr(), shares.data_ptr(),
+        batch, lines, length, heads, key, v.shape[4], len(shares), torch.get_num_threads(),
+    )  # fmt: skip
+    library().differentiate_along_lines(byref(arguments))
     return shares.sum(dim=0)
 
 
@@ -126,23 +102,11 @@ def context_vectors(k: Tensor, v: Tensor) -> Tensor:
     batch, height, width, heads, key = k.shape
     k, v = k.flatten(1, 2), v.flatten(1, 2)
     out = k.new_empty(batch, heads, key, v.shape[3])
-    library().context_vectors(
-        byref(
-            Context(
-                k.data_ptr(),
-                v.data_ptr(),
-                out.data_ptr(),
-                *k.stride()[:2],
-                *v.stride()[:2],
-                batch,
-                height * width,
-                heads,
-                key,
-                v.shape[3],
-                torch.get_num_threads(),
-            )  # fmt: skip
-        )
-    )
+    arguments = Context(
+        k.data_ptr(), v.data_ptr(), out.data_ptr(), *k.stride()[:2], *v.stride()[:2],
+        batch, height * width, heads, key, v.shape[3], torch.get_num_threads(),
+    )  # fmt: skip
+    library().context_vectors(byref(arguments))
     return out
 
 
