@@ -6,7 +6,8 @@
 
 namespace {
 
-constexpr int PIECE = 64;  // pixels whose weights are kept in the first cache
+constexpr int PIECE = 64;    // pixels whose weights are kept in the first cache
+constexpr int TOGETHER = 2;  // blocks of values that are multiplied together
 
 struct Context {
     const float *keys, *values;  // (image, pixel, head, channel)
@@ -45,15 +46,20 @@ inline Block exponential(Block x) {
     return sum * power;
 }
 
-// sums[i] += sum over pixels of weights[pixel][i] * values[pixel], for BLOCK channels of keys and of values.
-inline void add_products(const float* weights, int row, const float* values, int64_t step, int channels, int pixels,
-                         Block* sums, int stride) {
-    Block block[BLOCK] = {};
+// sums[i * row] += sum over pixels of weights[pixel][i] * values[pixel], for BLOCK channels of keys and B blocks of values.
+template <int B>
+inline void add_products(const float* weights, int weights_pixel, const float* values, int64_t values_pixel,
+                         int channels, int pixels, Block* sums, int row) {
+    Block products[BLOCK][B] = {};
     for (int pixel = 0; pixel < pixels; pixel++) {
-        const Block value = load_some(values + pixel * step, channels);
-        UNROLLED for (int i = 0; i < BLOCK; i++) block[i] += value * weights[pixel * row + i];
+        Block value[B];
+        UNROLLED for (int b = 0; b < B; b++)
+            value[b] = load_some(values + pixel * values_pixel + b * BLOCK, channels - b * BLOCK);
+        UNROLLED for (int i = 0; i < BLOCK; i++)
+            UNROLLED for (int b = 0; b < B; b++) products[i][b] += value[b] * weights[pixel * weights_pixel + i];
     }
-    UNROLLED for (int i = 0; i < BLOCK; i++) sums[i * stride] += block[i];
+    UNROLLED for (int i = 0; i < BLOCK; i++)
+        UNROLLED for (int b = 0; b < B; b++) sums[i * row + b] += products[i][b];
 }
 
 // Of one head. maxima, totals: [key block]; weights: [PIECE][key block]; sums: [key][value block].
@@ -84,11 +90,14 @@ void attend(const Context& of, const float* keys, const float* values, float* ou
             }
             totals[b] += total;
         }
+        const float* const piece = values + first * of.values_pixel;
         for (int a = 0; a < key_blocks; a++)
-            for (int b = 0; b < value_blocks; b++)
-                add_products(reinterpret_cast<const float*>(weights + a), key_blocks * BLOCK,
-                             values + first * of.values_pixel + b * BLOCK, of.values_pixel, of.value - b * BLOCK, count,
-                             sums + a * BLOCK * value_blocks + b, value_blocks);
+            for (int b = 0; b < value_blocks; b += TOGETHER)
+                with_known<TOGETHER>(value_blocks - b, [&](auto together) {
+                    add_products<decltype(together)::value>(
+                        reinterpret_cast<const float*>(weights + a), key_blocks * BLOCK, piece + b * BLOCK,
+                        of.values_pixel, of.value - b * BLOCK, count, sums + a * BLOCK * value_blocks + b, value_blocks);
+                });
     }
 
     const float *const total = reinterpret_cast<const float*>(totals), *const sum = reinterpret_cast<const float*>(sums);
