@@ -8,7 +8,7 @@ from gsanet.functional.lean import fit_table
 from gsanet.functional.native import calls
 from gsanet.functional.pooling import average_pool
 
-PIECE = 2**20  # numbers of q, k and v together that are made at a time
+PIECE = 2**21  # numbers of q, k and v together that are made at a time
 
 
 def attention_map(

@@ -41,9 +41,13 @@ struct Starts {
     }
 };
 
+constexpr int AHEAD = 2;  // rows that are on their way from memory while one is turned
+
 // Rows of `width` numbers of each lane, `step` apart, as vectors [row][number].
 inline void gather(const Starts& starts, int64_t step, int rows, int width, Vector* to) {
     for (int row = 0; row < rows; row++, to += width) {
+        if (row + AHEAD < rows)
+            for (int lane = 0; lane < LANES; lane++) __builtin_prefetch(starts.at[lane] + (row + AHEAD) * step);
         float* const out = reinterpret_cast<float*>(to);
         int c = 0;
         for (; c + BLOCK <= width; c += BLOCK) {
