@@ -5,6 +5,7 @@ each kernel, `module` the whole module in evaluation, `kernels` the source. Posi
 own; where another is asked for, the backend `torch` does the work.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from gsanet.functional.native.module import attention_map
 from gsanet.functional.transforms import is_transformed
 
 FEW = 2**12  # numbers in a map, below which nothing is worth compiling for
+LONGEST, WIDEST = (
+    2048,
+    128,
+)  # pixels of a line, and channels of a head: a thread keeps a line of several heads in memory
 
 
 def content_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -77,11 +82,13 @@ def refuses(operation: Operation, *arguments: Any, **settings: Any) -> str | Non
     if first.numel() < FEW or not all(tensor.numel() for tensor in tensors):
         return f"a map of {first.numel()} numbers is too small to compile kernels for"
     if operation == "global_self_attention_map":
-        if (reason := _refuses_map(*arguments, **settings)) is not None:
-            return reason
+        reason = _refuses_map(*arguments, **settings)
     elif operation == "content_attention" and _differentiated(*tensors):
-        return "its content attention has no gradient"
-    return unavailable()
+        reason = "its content attention has no gradient"
+    else:
+        values = tensors[2 if operation == "content_attention" else 1]
+        reason = _refuses_size(first.shape[1:3], (first.shape[4], values.shape[4]))
+    return unavailable() if reason is None else reason
 
 
 def _refuses_map(
@@ -92,12 +99,16 @@ def _refuses_map(
     norm: Norm | Tensor | None,
     *,
     finish: Tensor | None = None,
+    num_heads: int,
     dim_key: int,
     content: bool,
     **others: int | None,
 ) -> str | None:
     if not content and rel_column is None and rel_row is None:
         return "there is nothing to attend by"
+    dim_out = weight.shape[0] - dim_key * (2 if content else 1)
+    if (reason := _refuses_size(x.shape[2:], (dim_key // num_heads, dim_out // num_heads))) is not None:
+        return reason
     fixed = [] if finish is None else [finish]
     if rel_column is not None and rel_row is not None and norm is not None:
         if isinstance(norm, Tensor):
@@ -106,7 +117,7 @@ def _refuses_map(
             return f"it computes whole modules with a batch norm in evaluation, not with {type(norm).__name__} as it is"
         elif norm._forward_hooks or norm._forward_pre_hooks:
             return "the norm has hooks, which a kernel would pass by"
-        elif norm.num_features != weight.shape[0] - dim_key * (2 if content else 1):
+        elif norm.num_features != dim_out:
             return f"the norm is for {norm.num_features} channels"
         else:
             fixed += [one for one in (norm.weight, norm.bias, norm.running_mean, norm.running_var) if one is not None]
@@ -115,6 +126,15 @@ def _refuses_map(
     tables = (table for table in (rel_column, rel_row) if table is not None)
     if _differentiated(x, weight, *tables, *fixed):
         return "its whole modules have no gradient"
+    return None
+
+
+def _refuses_size(size: Sequence[int], widths: Sequence[int]) -> str | None:
+    """Of a map (height, width), and heads with so many channels of keys and of values."""
+    if max(size) > LONGEST:
+        return f"its kernels take maps of up to {LONGEST} x {LONGEST} pixels, not {size[0]} x {size[1]}"
+    if max(widths) > WIDEST:
+        return f"its kernels take heads of up to {WIDEST} channels, not {max(widths)}"
     return None
 
 

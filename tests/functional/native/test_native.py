@@ -288,6 +288,9 @@ def test_refusals():
     assert "not on meta" in reason("positional_attention", q.to("meta"), v.to("meta"), rel.to("meta"))
     assert "has no gradient" in reason("content_attention", q.requires_grad_(), k, v)
     assert "too small" in reason("content_attention", *(one[:0] for one in (q.detach(), k, v)))
+    wide, long = maps((1, 4, 5, 2), 129, 4, torch.float32), maps((1, 1, 2049, 1), 4, 4, torch.float32)
+    assert "heads of up to 128 channels, not 129" in reason("content_attention", *wide)
+    assert "up to 2048 x 2048 pixels, not 1 x 2049" in reason("content_attention", *long)
     module = make_module(4, 5)
     whole = (torch.randn(2, 64, 4, 5), module.qkv.weight.flatten(1), module.rel_column, module.rel_row)
     settings = {"num_heads": 8, "dim_key": 64, "content": True, "reach": None, "stride": 1}
