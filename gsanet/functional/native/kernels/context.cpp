@@ -46,7 +46,7 @@ inline Block exponential(Block x) {
     return sum * power;
 }
 
-// sums[i * row] += sum over pixels of weights[pixel][i] * values[pixel], for BLOCK channels of keys and B blocks of values.
+// sums[i * row] += sum over pixels of weights[pixel][i] * values[pixel]: BLOCK channels of keys, B blocks of values.
 template <int B>
 inline void add_products(const float* weights, int weights_pixel, const float* values, int64_t values_pixel,
                          int channels, int pixels, Block* sums, int row) {
@@ -96,11 +96,13 @@ void attend(const Context& of, const float* keys, const float* values, float* ou
                 with_known<TOGETHER>(value_blocks - b, [&](auto together) {
                     add_products<decltype(together)::value>(
                         reinterpret_cast<const float*>(weights + a), key_blocks * BLOCK, piece + b * BLOCK,
-                        of.values_pixel, of.value - b * BLOCK, count, sums + a * BLOCK * value_blocks + b, value_blocks);
+                        of.values_pixel, of.value - b * BLOCK, count, sums + a * BLOCK * value_blocks + b,
+                        value_blocks);
                 });
     }
 
-    const float *const total = reinterpret_cast<const float*>(totals), *const sum = reinterpret_cast<const float*>(sums);
+    const float* const total = reinterpret_cast<const float*>(totals);
+    const float* const sum = reinterpret_cast<const float*>(sums);
     for (int i = 0; i < of.key; i++)
         for (int c = 0; c < of.value; c++) out[i * of.value + c] = sum[i * value_blocks * BLOCK + c] / total[i];
 }

@@ -81,6 +81,10 @@ inline void scatter(const Starts& starts, int count, int64_t step, int rows, int
     }
 }
 
+inline void clear(Vector* vectors, int64_t count) {
+    for (int64_t i = 0; i < count; i++) vectors[i] = Vector{};
+}
+
 // Hands out places one behind the other.
 struct Layout {
     int64_t end = 0;

@@ -41,10 +41,6 @@ struct Vectors {
     }
 };
 
-void clear(Vector* vectors, int64_t count) {
-    for (int64_t i = 0; i < count; i++) vectors[i] = Vector{};
-}
-
 // d_values, from all attending pixels, a piece of them at a time.
 void differentiate_values(const LineGradient& of, const Vectors& at, Vector* vectors) {
     Vector* const scores = vectors + at.scores;

@@ -32,43 +32,50 @@ struct Vectors {
     }
 };
 
-void attend(const Lines& of, const Vectors& at, const Group& group, Vector* vectors) {
-    Vector *const queries = vectors + at.queries, *const values = vectors + at.values, *const sums = vectors + at.sums;
-    Vector* const scores = vectors + at.scores;
-    gather(Starts(group, of.queries, of.key), of.queries.pixel, of.length, of.key, queries);
-    for (int64_t i = 0; i < int64_t(of.length) * of.value; i++) sums[i] = Vector{};
+// sums += queries times the context vectors of each head.
+void add_content(const Lines& of, const Vectors& at, const Group& group, Vector* vectors) {
+    const float* const context = of.context + int64_t(group.image) * of.heads * of.key * of.value;
+    gather(Starts(group, context, of.key * of.value), of.value, of.key, of.value, vectors + at.context);
+    for_pixels(of.length, [&](int x, auto pixels) {
+        mix_channels<decltype(pixels)::value>(vectors + at.queries + x * of.key, of.key, vectors + at.context, of.key,
+                                              of.value, vectors + at.sums + x * of.value);
+    });
+}
 
-    if (of.context) {
-        const float* const context = of.context + int64_t(group.image) * of.heads * of.key * of.value;
-        gather(Starts(group, context, of.key * of.value), of.value, of.key, of.value, vectors + at.context);
-        for_pixels(of.length, [&](int x, auto pixels) {
-            mix_channels<decltype(pixels)::value>(
-                queries + x * of.key, of.key, vectors + at.context, of.key, of.value, sums + x * of.value);
-        });
-    }
-
-    if (of.embeddings) gather(Starts(group, of.values, of.value), of.values.pixel, of.length, of.value, values);
-    for (int first = 0; of.embeddings && first < of.length; first += at.piece) {
+// sums += scores times values: all pixels attend to a piece of the line at a time.
+void add_positional(const Lines& of, const Vectors& at, const Group& group, Vector* vectors) {
+    Vector *const values = vectors + at.values, *const scores = vectors + at.scores;
+    gather(Starts(group, of.values, of.value), of.values.pixel, of.length, of.value, values);
+    for (int first = 0; first < of.length; first += at.piece) {
         const int count = of.length - first < at.piece ? of.length - first : at.piece;
         for_pixels(of.length, [&](int x, auto pixels) {
             constexpr int X = decltype(pixels)::value;
             const float* const window = of.embeddings + (of.length - 1 + first - x) * of.key;
-            score_attended<X>(queries + x * of.key, of.key, window, count, scores, at.piece);
-            mix_channels<X>(scores, at.piece, values + first * of.value, count, of.value, sums + x * of.value);
+            score_attended<X>(vectors + at.queries + x * of.key, of.key, window, count, scores, at.piece);
+            mix_channels<X>(scores, at.piece, values + first * of.value, count, of.value,
+                            vectors + at.sums + x * of.value);
         });
     }
+}
 
-    if (of.scale_and_shift) {
-        Vector *const scale = vectors + at.affine, *const shift = scale + of.value;
-        gather(Starts(group, of.scale_and_shift, of.value), of.heads * of.value, 2, of.value, scale);
-        for (int x = 0; x < of.length; x++)
-            for (int c = 0; c < of.value; c++) {
-                Vector& sum = sums[x * of.value + c];
-                sum = sum * scale[c] + shift[c];
-                if (of.relu) sum = sum < 0 ? Vector{} : sum;  // NaN stays NaN
-            }
-    }
-    scatter(Starts(group, of.out, of.value), group.count, of.out.pixel, of.length, of.value, sums);
+void scale_and_shift(const Lines& of, const Vectors& at, const Group& group, Vector* vectors) {
+    Vector *const scale = vectors + at.affine, *const shift = scale + of.value;
+    gather(Starts(group, of.scale_and_shift, of.value), of.heads * of.value, 2, of.value, scale);
+    for (int x = 0; x < of.length; x++)
+        for (int c = 0; c < of.value; c++) {
+            Vector& sum = vectors[at.sums + x * of.value + c];
+            sum = sum * scale[c] + shift[c];
+            if (of.relu) sum = sum < 0 ? Vector{} : sum;  // NaN stays NaN
+        }
+}
+
+void attend(const Lines& of, const Vectors& at, const Group& group, Vector* vectors) {
+    gather(Starts(group, of.queries, of.key), of.queries.pixel, of.length, of.key, vectors + at.queries);
+    clear(vectors + at.sums, int64_t(of.length) * of.value);
+    if (of.context) add_content(of, at, group, vectors);
+    if (of.embeddings) add_positional(of, at, group, vectors);
+    if (of.scale_and_shift) scale_and_shift(of, at, group, vectors);
+    scatter(Starts(group, of.out, of.value), group.count, of.out.pixel, of.length, of.value, vectors + at.sums);
 }
 
 }  // namespace

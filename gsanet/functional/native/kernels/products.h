@@ -1,5 +1,5 @@
-// The products of positional attention and of its gradient, for LANES pairs at a time. Each is a template for a tile whose
-// sums stay in registers, and a function that covers any size with tiles.
+// The products of positional attention and of its gradient, for LANES pairs at a time. Each is a template for a tile
+// whose sums stay in registers, and a function that covers any size with tiles.
 #pragma once
 
 #include "vectors.h"
