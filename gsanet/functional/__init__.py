@@ -4,7 +4,7 @@
 `global_self_attention_map` is the whole module as one function. `use_backend` chooses how they are computed.
 """
 
-from gsanet.functional import fused, lean, reference
+from gsanet.functional import fused, lean, native, reference
 from gsanet.functional.attention import (
     content_attention,
     global_self_attention,
@@ -13,8 +13,8 @@ from gsanet.functional.attention import (
 )
 from gsanet.functional.backends import BACKENDS, explain_backend, use_backend
 
-# In the order in which they are tried. The first refuses what it cannot do.
-BACKENDS.update({backend.name: backend for backend in (fused.BACKEND, lean.BACKEND, reference.BACKEND)})
+# In the order in which they are tried. The first ones refuse what they cannot do.
+BACKENDS.update({backend.name: backend for backend in (fused.BACKEND, native.BACKEND, lean.BACKEND, reference.BACKEND)})
 
 __all__ = [
     "content_attention",

@@ -44,7 +44,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Prefer one backend inside a `with` block, in the whole process.
 
     Args:
-        name: `"fused"`, `"torch"` or `"reference"`.
+        name: `"fused"`, `"native"`, `"torch"` or `"reference"`.
     """
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}: the backends here are {', '.join(map(repr, BACKENDS))}")

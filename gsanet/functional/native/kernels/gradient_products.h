@@ -1,0 +1,75 @@
+// The products that only the gradient of positional attention has, in the style of products.h.
+#pragma once
+
+#include "products.h"
+
+// out[x][i] = left[x] . right[i], for X and I pixels: left and right [pixel][width], out [x][row].
+template <int X, int I>
+inline void dot(const Vector* left, const Vector* right, int width, Vector* out, int row) {
+    Vector sums[X][I] = {};
+    for (int c = 0; c < width; c++) {
+        Vector values[I];
+        UNROLLED for (int i = 0; i < I; i++) values[i] = right[i * width + c];
+        UNROLLED for (int x = 0; x < X; x++)
+            UNROLLED for (int i = 0; i < I; i++) sums[x][i] += left[x * width + c] * values[i];
+    }
+    UNROLLED for (int x = 0; x < X; x++)
+        UNROLLED for (int i = 0; i < I; i++) out[x * row + i] = sums[x][i];
+}
+
+template <int X>
+inline void dot_pixels(const Vector* left, const Vector* right, int width, int count, Vector* out, int row) {
+    for_tiles(count, [&](int i, auto tile) {
+        dot<X, decltype(tile)::value>(left, right + i * width, width, out + i, row);
+    });
+}
+
+// out[x][c] += sum over offsets of weights[x][x + offset] * window[offset][c], for X pixels and C channels.
+//
+// weights: [x][row], from the pixel of the first offset on. window: [offset][width].
+template <int X, int C>
+inline void mix_window(const Vector* weights, int row, const float* window, int offsets, int width, Vector* out) {
+    Vector sums[X][C];
+    UNROLLED for (int x = 0; x < X; x++)
+        UNROLLED for (int c = 0; c < C; c++) sums[x][c] = out[x * width + c];
+    for (int offset = 0; offset < offsets; offset++) {
+        UNROLLED for (int c = 0; c < C; c++) {
+            const float embedding = window[offset * width + c];
+            UNROLLED for (int x = 0; x < X; x++) sums[x][c] += weights[x * row + x + offset] * embedding;
+        }
+    }
+    UNROLLED for (int x = 0; x < X; x++)
+        UNROLLED for (int c = 0; c < C; c++) out[x * width + c] = sums[x][c];
+}
+
+template <int X>
+inline void mix_window_channels(const Vector* weights, int row, const float* window, int offsets, int width,
+                                Vector* out) {
+    for_tiles(width, [&](int c, auto tile) {
+        mix_window<X, decltype(tile)::value>(weights, row, window + c, offsets, width, out + c);
+    });
+}
+
+// out[offset][c] += sum over x < pixels of weights[x][x + offset] * queries[x][c], for O offsets and C channels.
+template <int O, int C>
+inline void add_window(const Vector* weights, int row, const Vector* queries, int pixels, int width, Vector* out) {
+    Vector sums[O][C];
+    UNROLLED for (int o = 0; o < O; o++)
+        UNROLLED for (int c = 0; c < C; c++) sums[o][c] = out[o * width + c];
+    for (int x = 0; x < pixels; x++) {
+        UNROLLED for (int c = 0; c < C; c++) {
+            const Vector query = queries[x * width + c];
+            UNROLLED for (int o = 0; o < O; o++) sums[o][c] += weights[x * row + x + o] * query;
+        }
+    }
+    UNROLLED for (int o = 0; o < O; o++)
+        UNROLLED for (int c = 0; c < C; c++) out[o * width + c] = sums[o][c];
+}
+
+template <int O>
+inline void add_window_channels(const Vector* weights, int row, const Vector* queries, int pixels, int width,
+                                Vector* out) {
+    for_tiles(width, [&](int c, auto tile) {
+        add_window<O, decltype(tile)::value>(weights, row, queries + c, pixels, width, out + c);
+    });
+}

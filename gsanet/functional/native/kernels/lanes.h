@@ -1,0 +1,101 @@
+// Positional attention treats all pairs of a line and a head alike, so a vector holds one number of LANES such pairs.
+#pragma once
+
+#include "vectors.h"
+
+// A map in memory, seen as lines of pixels; the channels of a pixel lie side by side, head behind head. Distances are
+// in numbers.
+struct Map {
+    float* data;
+    int64_t image, line, pixel;
+};
+
+// LANES pairs of one image. Where a map has fewer left, the first stands in for the missing ones, and is not written.
+struct Group {
+    int image, count;
+    int line[LANES], head[LANES];
+
+    Group(int image, int number, int lines, int heads) : image(image) {
+        const int first = number * LANES, left = lines * heads - first;
+        count = left < LANES ? left : LANES;
+        for (int lane = 0; lane < LANES; lane++) {
+            const int pair = first + (lane < count ? lane : 0);
+            line[lane] = pair / heads;
+            head[lane] = pair % heads;
+        }
+    }
+};
+
+inline int count_groups(int lines, int heads) { return (lines * heads + LANES - 1) / LANES; }
+
+// Where each lane begins in some memory.
+struct Starts {
+    float* at[LANES];
+
+    Starts(const Group& group, const Map& map, int width) {
+        for (int lane = 0; lane < LANES; lane++)
+            at[lane] = map.data + group.image * map.image + group.line[lane] * map.line + group.head[lane] * width;
+    }
+    Starts(const Group& group, const float* data, int64_t head) {  // what is the same for all lines
+        for (int lane = 0; lane < LANES; lane++) at[lane] = const_cast<float*>(data) + group.head[lane] * head;
+    }
+};
+
+constexpr int AHEAD = 2;  // rows that are on their way from memory while one is turned
+
+// Rows of `width` numbers of each lane, `step` apart, as vectors [row][number].
+inline void gather(const Starts& starts, int64_t step, int rows, int width, Vector* to) {
+    for (int row = 0; row < rows; row++, to += width) {
+        if (row + AHEAD < rows)
+            for (int lane = 0; lane < LANES; lane++) __builtin_prefetch(starts.at[lane] + (row + AHEAD) * step);
+        float* const out = reinterpret_cast<float*>(to);
+        int c = 0;
+        for (; c + BLOCK <= width; c += BLOCK) {
+            for (int lane = 0; lane < LANES; lane += BLOCK) {
+                Block block[BLOCK];
+                UNROLLED for (int i = 0; i < BLOCK; i++) block[i] = load_block(starts.at[lane + i] + row * step + c);
+                transpose(block);
+                UNROLLED for (int i = 0; i < BLOCK; i++) store_block(out + (c + i) * LANES + lane, block[i]);
+            }
+        }
+        for (; c < width; c++)
+            for (int lane = 0; lane < LANES; lane++) out[c * LANES + lane] = starts.at[lane][row * step + c];
+    }
+}
+
+// The way back, for the first `count` lanes.
+inline void scatter(const Starts& starts, int count, int64_t step, int rows, int width, const Vector* from) {
+    for (int row = 0; row < rows; row++, from += width) {
+        const float* const in = reinterpret_cast<const float*>(from);
+        int c = 0;
+        for (; count == LANES && c + BLOCK <= width; c += BLOCK) {
+            for (int lane = 0; lane < LANES; lane += BLOCK) {
+                Block block[BLOCK];
+                UNROLLED for (int i = 0; i < BLOCK; i++) block[i] = load_block(in + (c + i) * LANES + lane);
+                transpose(block);
+                UNROLLED for (int i = 0; i < BLOCK; i++) store_block(starts.at[lane + i] + row * step + c, block[i]);
+            }
+        }
+        for (; c < width; c++)
+            for (int lane = 0; lane < count; lane++) starts.at[lane][row * step + c] = in[c * LANES + lane];
+    }
+}
+
+inline void clear(Vector* vectors, int64_t count) {
+    for (int64_t i = 0; i < count; i++) vectors[i] = Vector{};
+}
+
+// Hands out places one behind the other.
+struct Layout {
+    int64_t end = 0;
+    int64_t operator()(int64_t count) {
+        end += count;
+        return end - count;
+    }
+};
+
+// How many pixels of so many channels stay in the first cache, beside other things, while others are made of them.
+inline int cached_pixels(int channels) {
+    const int pixels = (1 << 14) / static_cast<int>(channels * sizeof(Vector)) / TILE * TILE;
+    return pixels < TILE ? TILE : pixels;
+}

@@ -1,0 +1,126 @@
+// The gradient of positional attention along all lines of a map. Scores are computed again.
+//
+// With S[x, i] = q[x] . R[i - x]:  dV = S^T dY,  dS = dY V^T,  dQ[x] = sum over i of dS[x, i] R[i - x], and
+// dR[r] = sum over x, and over all pairs, of dS[x, x + r] q[x].
+#include "gradient_products.h"
+#include "lanes.h"
+
+namespace {
+
+constexpr int STRIP = 8;    // attending pixels whose dS is kept
+constexpr int OFFSETS = 2;  // of dR, whose sums are made together
+
+struct LineGradient {
+    Map queries, values, gradient, d_queries, d_values;
+    const float* embeddings;  // (2 * length - 1, key)
+    float* d_embeddings;      // (share, 2 * length - 1, key): the shares are to be summed
+    int images, lines, length, heads, key, value, shares, threads;
+};
+
+// The vectors of one group: queries and d_queries [x][key], values, gradient and d_values [i][value], scores
+// [PIXELS][piece], dS as d_scores [STRIP][row], with zeros at both ends: what lies there is no pixel; and dR as
+// d_embeddings [offset][key], of all groups of a share together.
+struct Vectors {
+    int piece, row;
+    int64_t queries, values, gradient, d_queries, d_values, scores, d_scores, d_embeddings, count;
+
+    explicit Vectors(const LineGradient& of) {
+        const int64_t length = of.length;
+        piece = cached_pixels(of.value);
+        row = of.length + 2 * STRIP;
+        Layout take;
+        queries = take(length * of.key);
+        d_queries = take(length * of.key);
+        values = take(length * of.value);
+        gradient = take(length * of.value);
+        d_values = take(length * of.value);
+        scores = take(PIXELS * piece);
+        d_scores = take(STRIP * row);
+        d_embeddings = take((2 * length - 1) * of.key);
+        count = take.end;
+    }
+};
+
+// d_values, from all attending pixels, a piece of them at a time.
+void differentiate_values(const LineGradient& of, const Vectors& at, Vector* vectors) {
+    Vector* const scores = vectors + at.scores;
+    for (int first = 0; first < of.length; first += at.piece) {
+        const int count = of.length - first < at.piece ? of.length - first : at.piece;
+        for_pixels(of.length, [&](int i, auto pixels) {
+            constexpr int I = decltype(pixels)::value;
+            const float* const window = of.embeddings + int64_t(of.length - 1 + i - first) * of.key;
+            score_attending<I>(vectors + at.queries + first * of.key, of.key, window, count, scores, at.piece);
+            mix_channels<I>(scores, at.piece, vectors + at.gradient + first * of.value, count, of.value,
+                            vectors + at.d_values + i * of.value);
+        });
+    }
+}
+
+// d_queries of a strip of pixels, and what they add to d_embeddings.
+void differentiate_strip(const LineGradient& of, const Vectors& at, int first, int count, Vector* vectors) {
+    const Vector* const gradient = vectors + at.gradient + first * of.value;
+    Vector* const d_scores = vectors + at.d_scores + STRIP;  // at the first pixel of the line
+    for_pixels(count, [&](int x, auto pixels) {
+        constexpr int X = decltype(pixels)::value;
+        dot_pixels<X>(gradient + x * of.value, vectors + at.values, of.value, of.length, d_scores + x * at.row, at.row);
+        const int lowest = -(first + x + X - 1);  // the offset of the last of these pixels to the first of the line
+        mix_window_channels<X>(d_scores + x * at.row + first + x + lowest, at.row,
+                               of.embeddings + int64_t(of.length - 1 + lowest) * of.key, of.length + X - 1, of.key,
+                               vectors + at.d_queries + (first + x) * of.key);
+    });
+    const int lowest = -(first + count - 1), offsets = of.length + count - 1;
+    for (int o = 0; o < offsets; o += OFFSETS)
+        with_known<OFFSETS>(offsets - o, [&](auto together) {
+            add_window_channels<decltype(together)::value>(
+                d_scores + first + lowest + o, at.row, vectors + at.queries + first * of.key, count, of.key,
+                vectors + at.d_embeddings + int64_t(of.length - 1 + lowest + o) * of.key);
+        });
+}
+
+void differentiate(const LineGradient& of, const Vectors& at, const Group& group, Vector* vectors) {
+    Vector *const gradient = vectors + at.gradient, *const d_queries = vectors + at.d_queries;
+    Vector* const d_values = vectors + at.d_values;
+    gather(Starts(group, of.queries, of.key), of.queries.pixel, of.length, of.key, vectors + at.queries);
+    gather(Starts(group, of.values, of.value), of.values.pixel, of.length, of.value, vectors + at.values);
+    gather(Starts(group, of.gradient, of.value), of.gradient.pixel, of.length, of.value, gradient);
+    for (int lane = group.count; lane < LANES; lane++)  // a pair that only stands in adds nothing
+        for (int64_t i = 0; i < int64_t(of.length) * of.value; i++) gradient[i][lane] = 0;
+    clear(d_queries, int64_t(of.length) * of.key);
+    clear(d_values, int64_t(of.length) * of.value);
+
+    differentiate_values(of, at, vectors);
+    for (int first = 0; first < of.length; first += STRIP)
+        differentiate_strip(of, at, first, of.length - first < STRIP ? of.length - first : STRIP, vectors);
+
+    scatter(Starts(group, of.d_queries, of.key), group.count, of.d_queries.pixel, of.length, of.key, d_queries);
+    scatter(Starts(group, of.d_values, of.value), group.count, of.d_values.pixel, of.length, of.value, d_values);
+}
+
+}  // namespace
+
+// Which groups are a share's is fixed, whatever the number of threads, so that two runs give the same bits.
+extern "C" void differentiate_along_lines(const LineGradient* lines) {
+    const LineGradient& of = *lines;
+    const Vectors at(of);
+    const int groups = count_groups(of.lines, of.heads);
+    const int64_t units = int64_t(of.images) * groups, numbers = (2 * int64_t(of.length) - 1) * of.key;
+#pragma omp parallel num_threads(of.threads)
+    {
+        Scratch<Vector> vectors(at.count);
+        clear(vectors.data + at.d_scores, STRIP * at.row);
+        Vector* const d_embeddings = vectors.data + at.d_embeddings;
+#pragma omp for schedule(dynamic)
+        for (int share = 0; share < of.shares; share++) {
+            clear(d_embeddings, numbers);
+            for (int64_t unit = units * share / of.shares; unit < units * (share + 1) / of.shares; unit++) {
+                const Group group(static_cast<int>(unit / groups), static_cast<int>(unit % groups), of.lines, of.heads);
+                differentiate(of, at, group, vectors.data);
+            }
+            for (int64_t i = 0; i < numbers; i++) {
+                float sum = 0;
+                for (int lane = 0; lane < LANES; lane++) sum += d_embeddings[i][lane];
+                of.d_embeddings[share * numbers + i] = sum;
+            }
+        }
+    }
+}

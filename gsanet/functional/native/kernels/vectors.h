@@ -1,0 +1,75 @@
+// Vectors of the compiler's own kind: GCC and clang make of them what the machine has.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;  // numbers in a vector
+constexpr int TILE = 8;    // two rows of so many sums, and what they are made of, fit into the registers
+#else
+constexpr int LANES = 8;
+constexpr int TILE = 4;
+#endif
+constexpr int BLOCK = 8;  // channels that lie side by side in memory and are moved together
+
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef float Block __attribute__((vector_size(4 * BLOCK)));
+typedef int32_t Integers __attribute__((vector_size(4 * BLOCK)));
+
+#if defined(__clang__)
+#define UNROLLED _Pragma("unroll")
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define UNROLLED _Pragma("GCC unroll 16")
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Integers{__VA_ARGS__})
+#endif
+
+// Memory of one thread, aligned as vectors want it.
+template <class T>
+struct Scratch {
+    T* data;
+    explicit Scratch(int64_t count) : data(new T[count]) {}
+    ~Scratch() { delete[] data; }
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+};
+
+inline Block load_block(const float* from) {
+    Block block;
+    __builtin_memcpy(&block, from, sizeof block);  // from any address
+    return block;
+}
+
+inline void store_block(float* to, Block block) { __builtin_memcpy(to, &block, sizeof block); }
+
+// Rows become columns.
+inline void transpose(Block (&rows)[BLOCK]) {
+    Block pairs[BLOCK], quads[BLOCK];
+    UNROLLED for (int i = 0; i < 8; i += 2) {
+        pairs[i] = SHUFFLE(rows[i], rows[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+        pairs[i + 1] = SHUFFLE(rows[i], rows[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    UNROLLED for (int i = 0; i < 8; i++) {
+        const Block a = pairs[i & ~2], b = pairs[i | 2];
+        quads[i] = i & 2 ? SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15) : SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
+    }
+    UNROLLED for (int i = 0; i < 4; i++) {
+        rows[i] = SHUFFLE(quads[i], quads[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        rows[i + 4] = SHUFFLE(quads[i], quads[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+}
+
+// A number that the compiler knows.
+template <int N>
+struct Number {
+    static constexpr int value = N;
+};
+
+// Calls f with the smaller of `most` and `count`, which is 1 or more, as a number that the compiler knows.
+template <int most, class F>
+inline void with_known(int count, F&& f) {
+    if constexpr (most > 1) {
+        if (count < most) return with_known<most - 1>(count, f);
+    }
+    f(Number<most>{});
+}

@@ -1,0 +1,314 @@
+"""The kernels for CPUs against the reference in float64: outputs, gradients, and what goes to the backend `torch`."""
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+from helpers import gradients, maps, relative_error, table
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+import gsanet
+from gsanet import GlobalSelfAttention
+from gsanet.functional import (
+    content_attention,
+    explain_backend,
+    global_self_attention_map,
+    native,
+    positional_attention,
+    use_backend,
+)
+from gsanet.functional.native.compiler import unavailable
+
+ROUNDING = 2e-6
+# Heads that fill vectors and heads that do not, lanes that stand in for missing ones, long, short and odd lines, keys
+# and values of different widths.
+SHAPES = [
+    ((2, 14, 10, 8), 8, 8),
+    ((1, 9, 13, 4), 9, 9),
+    ((3, 7, 5, 3), 16, 12),
+    ((1, 11, 17, 5), 4, 32),
+    ((2, 1, 67, 2), 32, 4),
+    ((1, 90, 3, 1), 17, 33),
+    ((1, 5, 4, 8), 64, 64),
+    ((2, 6, 6, 16), 12, 1),
+]
+
+
+@pytest.fixture(autouse=True)
+def _native(monkeypatch):
+    """The backend takes small maps too, and memory that nobody has written to is full of NaN."""
+    if (reason := unavailable()) is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(native, "FEW", 1)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def in_double(function, *inputs):
+    with use_backend("reference"):
+        return function(*(one.detach().double().requires_grad_(one.requires_grad) for one in inputs))
+
+
+def assert_close_to_reference(function, *inputs):
+    value = function(*inputs)
+    assert relative_error(value, in_double(function, *inputs)) < ROUNDING
+    return value
+
+
+@pytest.mark.parametrize(("shape", "k", "v"), SHAPES)
+def test_content(shape, k, v):
+    q, keys, values = maps(shape, k, v, torch.float32)
+    assert explain_backend("content_attention", q, keys, values).startswith("native")
+    assert_close_to_reference(content_attention, q, 5 * keys, values)
+
+
+@pytest.mark.parametrize("axis", ["column", "row"])
+@pytest.mark.parametrize(("shape", "k", "v"), SHAPES)
+def test_positional_and_its_gradients(shape, k, v, axis):
+    q, _, values = maps(shape, k, v, torch.float32, grad=True)
+    for length, reach in ((max(shape[1:3]), None), (4, None), (100, 3)):
+        rel = table(length, k, torch.float32, grad=True)
+        assert explain_backend("positional_attention", q, values, rel).startswith("native")
+        inputs = (q, values, rel)
+        doubles = tuple(one.detach().double().requires_grad_() for one in inputs)
+        out = positional_attention(*inputs, axis, reach)
+        with use_backend("reference"):
+            expected = positional_attention(*doubles, axis, reach)
+        assert relative_error(out, expected) < ROUNDING
+        for found, wanted in zip(gradients(out, inputs), gradients(expected, doubles), strict=True):
+            assert relative_error(found, wanted) < ROUNDING
+
+
+@pytest.mark.parametrize("change", [
+    lambda one: one.transpose(3, 4).contiguous().transpose(3, 4),  # channels that do not lie side by side
+    lambda one: one.transpose(1, 2).contiguous().transpose(1, 2),
+    lambda one: one.repeat_interleave(2, dim=3)[:, :, :, ::2],
+    lambda one: one[:1].expand(3, -1, -1, -1, -1),
+    lambda one: torch.cat((one, one), dim=2)[:, :, 1:-1],
+])  # fmt: skip
+def test_any_strides(change):
+    q, keys, values = (change(one) for one in maps((2, 9, 6, 4), 8, 12, torch.float32))
+    rel = table(9, 16, torch.float32)[:, ::2]
+    assert_close_to_reference(content_attention, q, keys, values)
+    assert_close_to_reference(lambda *x: positional_attention(*x, "column"), q, values, rel)
+    assert_close_to_reference(lambda *x: positional_attention(*x, "row"), q, values, rel)
+
+
+def test_two_runs_and_any_number_of_threads_give_the_same_bits():
+    q, keys, values = maps((3, 19, 11, 8), 8, 8, torch.float32, grad=True)
+    rel = table(19, 8, torch.float32, grad=True)
+
+    def run(count):
+        with threads(count):
+            with torch.no_grad():
+                content = content_attention(q, keys, values)
+            out = positional_attention(q, values, rel, "column")
+            return content, out, *gradients(out, (q, values, rel))
+
+    first = run(1)
+    for count in (1, 2, 5):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(count), strict=True))
+
+
+def test_what_is_not_finite_stays_in_its_image_and_line():
+    q, keys, values = maps((2, 6, 7, 3), 5, 4, torch.float32)
+    rel = table(7, 5, torch.float32)
+    keys[1, 2, 3, 0, 4] = torch.inf
+    values[0, 3, 1, 2, 0] = torch.nan
+    for call in (
+        lambda: content_attention(q, keys, values),
+        lambda: positional_attention(q, values, rel, "column"),
+        lambda: positional_attention(q, values, rel, "row"),
+    ):
+        found = call().isfinite()
+        with use_backend("torch"):
+            assert torch.equal(found, call().isfinite())
+
+
+def test_keys_far_apart():
+    q, keys, values = maps((1, 8, 8, 2), 8, 8, torch.float32)
+    assert_close_to_reference(content_attention, q, 200 * keys, values)
+    assert_close_to_reference(content_attention, q, 1e4 + keys, values)
+
+
+def make_module(height, width, *, heads=8, dim=64, **settings):
+    module = GlobalSelfAttention(dim, feat_size=(height, width), num_heads=heads, **settings)
+    if module.norm is not None:
+        module.norm.running_mean.normal_()
+        module.norm.running_var.uniform_(0.5, 2)
+        nn.init.normal_(module.norm.weight)
+        nn.init.normal_(module.norm.bias)
+    return module.eval().requires_grad_(False)
+
+
+MODULES = [
+    {"height": 9, "width": 12},
+    {"height": 8, "width": 6, "dim": 36, "heads": 4},
+    {"height": 9, "width": 7, "stride": 2},
+    {"height": 9, "width": 7, "stride": 3, "dim_out": 96, "dim_key": 32},
+    {"height": 9, "width": 7, "content": False},
+    {"height": 9, "width": 7, "row": False, "stride": 2},
+    {"height": 9, "width": 7, "column": False},
+    {"height": 9, "width": 7, "column": False, "row": False},
+    {"height": 9, "width": 7, "reach": 2},
+]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+@pytest.mark.parametrize("settings", MODULES, ids=str)
+def test_whole_module(settings, at_once, monkeypatch):
+    module = make_module(**settings)
+    pixels = settings["height"] * settings["width"]
+    monkeypatch.setattr(native.module, "PIECE", at_once * pixels * module.qkv.out_channels)
+    x = torch.randn(5, module.dim, settings["height"], settings["width"])
+    expected = copy.deepcopy(module).double()
+    for given in (x, x.to(memory_format=torch.channels_last)):
+        out = module(given)
+        assert out.is_contiguous(memory_format=torch.channels_last)
+        with use_backend("reference"):
+            assert relative_error(out, expected(given.double())) < ROUNDING
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_scale_shift_and_relu_behind_the_module(stride):
+    x, weight = torch.randn(3, 16, 6, 8), torch.randn(48, 16)
+    tables = table(6, 4, torch.float32), table(8, 4, torch.float32)
+    norm, finish = torch.randn(2, 16), torch.randn(2, 16)
+    settings = {"num_heads": 4, "dim_key": 16, "stride": stride}
+    every = {**settings, "content": True, "reach": None, "finish": finish}
+    assert explain_backend("global_self_attention_map", x, weight, *tables, norm, **every) == "native: in one call"
+    out = global_self_attention_map(x, weight, *tables, norm, finish=finish, **settings)
+    with use_backend("reference"):
+        doubles = (one.double() for one in (x, weight, *tables, norm))
+        expected = global_self_attention_map(*doubles, finish=finish.double(), **settings)
+    assert relative_error(out, expected) < ROUNDING
+    assert (out == 0).any()
+
+
+def test_relu_keeps_nan():
+    x, weight, tables = torch.randn(1, 16, 4, 4), torch.randn(48, 16), [table(4, 4, torch.float32)] * 2
+    x[0, 0, 0, 0] = torch.nan
+    finish = torch.ones(2, 16)
+    out = global_self_attention_map(x, weight, *tables, finish, finish=finish, num_heads=4, dim_key=16)
+    assert out.isnan().all()
+
+
+def test_training_steps_follow_the_backend_torch():
+    module = GlobalSelfAttention(32, feat_size=(10, 12), num_heads=4)
+    twin = copy.deepcopy(module)
+    x, target = torch.randn(4, 32, 10, 12), torch.randn(4, 32, 10, 12)
+    for trained, name in ((module, "native"), (twin, "torch")):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for _ in range(5):
+            with use_backend(name):
+                loss = (trained(x) - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    for (name, one), other in zip(module.state_dict().items(), twin.state_dict().values(), strict=True):
+        assert relative_error(one, other) < 1e-4, name
+
+
+def test_second_derivatives_are_those_of_the_backend_torch():
+    inputs = (*maps((1, 6, 7, 2), 4, 4, torch.float32, grad=True)[::2], table(6, 4, torch.float32, grad=True))
+
+    def second(name, wanted):
+        with use_backend(name):
+            out = positional_attention(*inputs, "column")
+            first = torch.autograd.grad(out.square().sum(), wanted, create_graph=True)
+            return torch.autograd.grad(sum(one.square().sum() for one in first), wanted)
+
+    for wanted in (inputs, inputs[1:2], inputs[::2]):
+        for found, expected in zip(second("native", wanted), second("torch", wanted), strict=True):
+            assert relative_error(found, expected) < ROUNDING
+
+
+def test_a_network():
+    model = gsanet.create_model("gsa_resnet26_tiny", num_classes=5, img_size=32).eval()
+    for layer in model.modules():  # a new network's blocks end in norms of weight zero, and would hide all of it
+        if isinstance(layer, nn.BatchNorm2d):
+            nn.init.uniform_(layer.weight, 0.5, 1)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        found, fused = model(images), gsanet.fuse_for_inference(model)(images)
+        with use_backend("torch"):
+            expected = model(images)
+    assert 0 < relative_error(found, expected) < 1e-5
+    assert relative_error(fused, expected) < 1e-5
+
+
+def fake_call(q, k, v):
+    with FlopCounterMode(display=False) as counter:
+        content_attention(q, k, v)
+    assert counter.get_total_flops() > 0
+
+
+def dual_call(q, k, v):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        assert "plain" in explain_backend("content_attention", dual, k, v)
+        assert forward_ad.unpack_dual(content_attention(dual, k, v)).tangent is not None
+
+
+def compiled_call(q, k, v):
+    compiled = torch.compile(content_attention, backend="eager", fullgraph=True)
+    assert relative_error(compiled(q, k, v), content_attention(q, k, v)) < ROUNDING
+
+
+@pytest.mark.parametrize("call", [fake_call, dual_call, compiled_call])
+def test_what_watches_tensors_sees_operators(call):
+    call(*maps((1, 4, 5, 2), 8, 8, torch.float32))
+
+
+def test_refusals():
+    q, k, v = maps((1, 4, 5, 2), 8, 8, torch.float32)
+    rel = table(4, 8, torch.float32)
+
+    def reason(operation, *tensors, **settings):
+        said = explain_backend(operation, *tensors, **settings)
+        assert not said.startswith("native")
+        return said
+
+    assert "float32, not in torch.float64" in reason("content_attention", q.double(), k.double(), v.double())
+    assert "not on meta" in reason("positional_attention", q.to("meta"), v.to("meta"), rel.to("meta"))
+    assert "has no gradient" in reason("content_attention", q.requires_grad_(), k, v)
+    assert "too small" in reason("content_attention", *(one[:0] for one in (q.detach(), k, v)))
+    wide, long = maps((1, 4, 5, 2), 129, 4, torch.float32), maps((1, 1, 2049, 1), 4, 4, torch.float32)
+    assert "heads of up to 128 channels, not 129" in reason("content_attention", *wide)
+    assert "up to 2048 x 2048 pixels, not 1 x 2049" in reason("content_attention", *long)
+    module = make_module(4, 5)
+    whole = (torch.randn(2, 64, 4, 5), module.qkv.weight.flatten(1), module.rel_column, module.rel_row)
+    settings = {"num_heads": 8, "dim_key": 64, "content": True, "reach": None, "stride": 1}
+
+    def module_reason(norm, *tensors):
+        return reason("global_self_attention_map", *(tensors or whole), norm, **settings)
+
+    assert "native refuses: its whole modules have no gradient" in module_reason(nn.BatchNorm2d(64).eval())
+    assert "not with BatchNorm2d as it is" in module_reason(nn.BatchNorm2d(64))
+    assert "not with GroupNorm as it is" in module_reason(nn.GroupNorm(2, 64))
+    assert "for 32 channels" in module_reason(nn.BatchNorm2d(32).eval())
+    assert "norms in float32" in module_reason(nn.BatchNorm2d(64).eval().double())
+    module.norm.register_forward_hook(lambda *_: None)
+    assert "hooks" in module_reason(module.norm)
+
+
+def test_empty_batches():
+    with torch.no_grad():
+        assert make_module(6, 7, stride=2)(torch.randn(0, 64, 6, 7)).shape == (0, 64, 3, 4)
+        empty = maps((0, 4, 5, 2), 8, 8, torch.float32)
+        assert content_attention(*empty).shape == (0, 4, 5, 2, 8)
