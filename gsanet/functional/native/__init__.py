@@ -22,10 +22,8 @@ from gsanet.functional.native.module import attention_map
 from gsanet.functional.transforms import is_transformed
 
 FEW = 2**12  # numbers in a map, below which nothing is worth compiling for
-LONGEST, WIDEST = (
-    2048,
-    128,
-)  # pixels of a line, and channels of a head: a thread keeps a line of several heads in memory
+# Pixels of a line, and channels of a head: a thread keeps a line of several heads in memory.
+LONGEST, WIDEST = 2048, 128
 
 
 def content_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
