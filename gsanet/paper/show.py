@@ -214,7 +214,7 @@ def show_answers(rows: Sequence[Answer]) -> Iterator[RenderableType]:
     for row in rows:
         found = row.measured
         table.add_row(
-            f"{row.what}\n  [dim]{row.run}[/]",
+            f"{row.what}\n  [dim]{row.run}{f', against {row.against}' * (row.against not in ('', rows[0].run))}[/]",
             NOT_YET if found is None else f"{found.top1:.2f}",
             ("" if row.run == rows[0].run else NOT_YET) if row.difference is None else f"{row.difference:+.2f}",
             NOT_YET if found is None else str(found.runs),

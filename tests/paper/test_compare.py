@@ -148,3 +148,10 @@ def test_open_questions(tmp_path):
     assert rows[0].measured.top1 == 49.5
     assert (rows[1].run, rows[1].difference) == ("gsa38-query-softmax", -1.5)
     assert "-1.50" in text_of(show_answers(rows))
+    files |= {
+        "d": run("gsa_resnet50", 52.0, run="gsa50-content-column", model_kwargs={"row": False}),
+        "e": run("gsa_resnet50_normed_axis", 54.0, run="gsa50-normed-column", model_kwargs={"row": False}),
+    }
+    rows = answers(read_results(write(tmp_path, **files)))
+    assert (rows[-2].against, rows[-2].difference) == ("gsa50-content-column", 2.0)
+    assert "gsa50-normed-column, against gsa50-content-column" in text_of(show_answers(rows))

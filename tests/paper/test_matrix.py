@@ -47,7 +47,7 @@ def test_every_row_of_the_tables_has_a_run(number):
 
 
 def test_the_runs_can_be_made():
-    assert len(matrix()) == 84
+    assert len(matrix()) == 86
     assert [name for name in matrix() if name.endswith("seed1")] == [
         *(f"{name}{depth}-seed1" for depth in (38, 50, 101) for name in ("conv", "gsa")),
         "gsa50-groups-234-seed1",
@@ -82,6 +82,12 @@ def test_the_changed_modules_differ_in_what_they_say():
     tables = studies.UnscaledTablesGSA(512, feat_size=64).rel_row
     assert tables.std().item() == pytest.approx(64**-0.5, rel=0.05)
     assert len(studies.NormQKVGSA(32, feat_size=6).norms) == 3
+    normed = studies.NormedAxisGSA(32, feat_size=6, row=False)
+    torch.nn.init.zeros_(normed.rel_column)
+    alone = normed(x)  # content attention
+    torch.nn.init.normal_(normed.rel_column, std=1000.0)
+    positional = normed(x) - alone
+    assert positional.std().item() == pytest.approx(1, rel=0.05)  # whatever the embeddings are
     for kind, variance in ((studies.HeKeysGSA, 2), (studies.SharpKeysGSA, 8)):
         q, k, v = kind(512, feat_size=4).qkv.weight.split(512)
         assert k.std().item() == pytest.approx((variance / 512) ** 0.5, rel=0.02)
