@@ -95,7 +95,7 @@ def global_self_attention(
         positional = positional_attention(q, v, rel_column, "column", reach)
     if rel_row is not None:
         if positional is not None and norm is not None:
-            positional = _apply_norm(norm, positional)
+            positional = apply_norm(norm, positional)
         positional = positional_attention(q, v if positional is None else positional, rel_row, "row", reach)
     if k is None:
         assert positional is not None
@@ -203,7 +203,7 @@ def attend_projected(
     """What `global_self_attention_map` does with the projection, (batch, x, y, q | k | v): attention, then pooling."""
     q, k, v = split_heads(projected, num_heads, dim_key, content)
     out = global_self_attention(q, k, v, rel_column, rel_row, norm, reach)
-    return average_pool(_to_feature_map(out), stride)
+    return average_pool(to_feature_map(out), stride)
 
 
 def split_heads(projected: Tensor, num_heads: int, dim_key: int, content: bool) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -225,14 +225,15 @@ def scale_and_shift(x: Tensor, values: Tensor) -> Tensor:
     return torch.addcmul(shift, x, scale).to(x.dtype)
 
 
-def _to_feature_map(x: Tensor) -> Tensor:
+def to_feature_map(x: Tensor) -> Tensor:
     """(batch, x, y, head, v) as (batch, channels, x, y) in channels-last memory."""
     return x.flatten(3).permute(0, 3, 1, 2)
 
 
-def _apply_norm(norm: Norm, x: Tensor) -> Tensor:
+def apply_norm(norm: Norm, x: Tensor) -> Tensor:
+    """A norm of feature maps on a map (batch, x, y, head, v)."""
     heads = x.shape[3:]
-    return call_with_norms(norm, _to_feature_map(x)).permute(0, 2, 3, 1).unflatten(-1, heads)
+    return call_with_norms(norm, to_feature_map(x)).permute(0, 2, 3, 1).unflatten(-1, heads)
 
 
 def _autocast_dtype(q: Tensor) -> torch.dtype | None:

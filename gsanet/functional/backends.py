@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 Axis = Literal["column", "row"]
@@ -78,6 +79,11 @@ def select_whole(*arguments: Any, **settings: Any) -> Callable[..., Tensor] | No
         if backend.refuses("global_self_attention_map", *arguments, **settings) is None:
             return backend.attention_map
     return None
+
+
+def is_differentiated(*tensors: Tensor) -> bool:
+    """Whether a call with these tensors has a backward pass."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def explain_backend(operation: Operation, *arguments: Any, **settings: Any) -> str:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gsanet.functional.attention import apply_norm, to_feature_map
 from gsanet.functional.checks import check_feature_map, check_heads
 from gsanet.functional.lean import fit_table
 from gsanet.functional.pooling import average_pool
@@ -82,10 +83,9 @@ class AxialAttention(RelativeTables):
             for part in projected.split((self.dim, self.dim, self.dim_out), dim=-1)
         )
         column = axial_attention(q, k, v, self.rel_column)
-        column = self.norm(column.flatten(3).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).unflatten(-1, v.shape[3:])
+        column = apply_norm(self.norm, column)
         row = axial_attention(q.transpose(1, 2), k.transpose(1, 2), column.transpose(1, 2), self.rel_row)
-        out = row.transpose(1, 2).flatten(3).permute(0, 3, 1, 2)
-        return average_pool(out, self.stride)
+        return average_pool(to_feature_map(row.transpose(1, 2)), self.stride)
 
 
 def axial_attention(q: Tensor, k: Tensor, v: Tensor, rel: Tensor) -> Tensor:

@@ -79,6 +79,10 @@ class Place:
         except FileNotFoundError:
             return False
 
+    def is_settled(self, name: str, began: float) -> bool:
+        """Whether a run has results, or failed in a process that was started at that moment or since."""
+        return self.result(name).exists() or self.failed_since(name, began)
+
     def is_being_made(self, name: str) -> bool:
         """Whether another process makes a run now."""
         if not self.lock(name).exists():
@@ -112,7 +116,7 @@ def claim(experiments: Iterable[Experiment], place: Place, began: float) -> Iter
             except BlockingIOError:
                 continue
             # It may have been finished, or have failed, since it was looked for.
-            if not (place.result(experiment.name).exists() or place.failed_since(experiment.name, began)):
+            if not place.is_settled(experiment.name, began):
                 yield experiment
                 return
     yield None

@@ -78,11 +78,7 @@ def run_experiments(
     waiting = list(experiments)
     while (left := None if deadline is None else deadline - time.monotonic()) is None or left >= LEAST:
         # From the start each time: a run may have waited for the weights of the last.
-        waiting = [
-            experiment
-            for experiment in waiting
-            if not (place.result(experiment.name).exists() or place.failed_since(experiment.name, began))
-        ]
+        waiting = [experiment for experiment in waiting if not place.is_settled(experiment.name, began)]
         fits = _fitting(place, left) if whole and left is not None else lambda experiment: True
         with claim(filter(fits, waiting), place, began) as experiment:
             if experiment is None:

@@ -13,6 +13,7 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from gsanet.functional import content_attention, global_self_attention
+from gsanet.functional.attention import apply_norm, to_feature_map
 from gsanet.functional.pooling import average_pool
 from gsanet.layers import GlobalSelfAttention
 from gsanet.models.gsa_resnet import RESNET38, RESNET50, entry_point, network_cfg
@@ -27,7 +28,7 @@ class SplitGSA(GlobalSelfAttention):
         """As the module's own, to rounding error."""
         parts = self.qkv(x).split((self.dim_key, self.dim_key, self.dim_out), dim=1)
         q, k, v = (self._to_heads(part) for part in self.prepare(*parts))
-        out = self.attend(q, k, v).flatten(3).permute(0, 3, 1, 2)
+        out = to_feature_map(self.attend(q, k, v))
         return average_pool(out, self.stride)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,8 +85,7 @@ class NormedAxisGSA(SplitGSA):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Content attention is added behind the norm."""
         positional = global_self_attention(q, None, v, self.rel_column, self.rel_row, None, self.reach)
-        normed = self.norm_behind(positional.flatten(3).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        return content_attention(q, k, v) + normed.unflatten(3, positional.shape[3:])
+        return content_attention(q, k, v) + apply_norm(self.norm_behind, positional)
 
 
 class UnscaledTablesGSA(GlobalSelfAttention):

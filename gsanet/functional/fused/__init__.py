@@ -10,9 +10,9 @@ attention, in training.
 import torch
 from torch import Tensor, nn
 
-from gsanet.functional.backends import Axis, Backend, Norm, Operation
+from gsanet.functional.backends import Axis, Backend, Norm, Operation, is_differentiated
 from gsanet.functional.fused import available, axis_ops, fitting, layer_ops, module_ops
-from gsanet.functional.fused.norms import centre_of, in_float32, keep_statistics
+from gsanet.functional.fused.norms import applied_in_evaluation, centre_of, in_float32, keep_statistics
 from gsanet.functional.fused.plan import LONGEST, SCALARS, WIDTHS
 from gsanet.functional.lean import fit_table
 from gsanet.functional.transforms import is_transformed
@@ -61,24 +61,13 @@ def attention_map(
             raise TypeError(f"the norm must be on the input's device, {x.device}, but it is on {tensor.device}")
     norm_weight, norm_bias = in_float32(norm)
     from_batch = norm.training or norm.running_mean is None
-    applied = None if from_batch else _applied(norm, norm_weight, norm_bias)
+    applied = None if from_batch else applied_in_evaluation(norm)
     out, _, used, *_ = module_ops.attention_map(
         x, weight, rel_column, rel_row, norm_weight, norm_bias, centre_of(norm, x), applied,
         num_heads, dim_key, content, stride, norm.eps,
     )  # fmt: skip
     keep_statistics(norm, used, x)
     return out
-
-
-def _applied(norm: nn.BatchNorm2d, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """What a batch norm with running statistics applies: scale, shift, mean, 1 / standard deviation, variance."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    mean, variance = norm.running_mean.float(), norm.running_var.float()
-    inverse = torch.rsqrt(variance + norm.eps)
-    scale = inverse if weight is None else inverse * weight.detach()
-    shift = -mean * scale if bias is None else bias.detach() - mean * scale
-    return torch.stack((scale, shift, mean, inverse, variance))
 
 
 def refuses(operation: Operation, *tensors: Tensor, **settings: object) -> str | None:
@@ -102,7 +91,7 @@ def refuses(operation: Operation, *tensors: Tensor, **settings: object) -> str |
         if max(q.shape[1:3]) > LONGEST:
             return f"its kernels take maps of up to {LONGEST} x {LONGEST} pixels, not {q.shape[1]} x {q.shape[2]}"
         shape = (*q.shape[1:], v.shape[4])
-        for backward in (False, True) if _differentiated(*tensors) else (False,):
+        for backward in (False, True) if is_differentiated(*tensors) else (False,):
             if not all(fitting.fits(q, shape, axis, backward=backward) for axis in ("column", "row")):
                 return f"a line of {max(q.shape[1:3])} pixels with heads this wide does not fit into shared memory"
     return None
@@ -163,7 +152,7 @@ def _refuses_one_axis(
     if (reason := _refuses_lines(tensors, [] if finish is None else [finish], shape, (axis,), stride)) is not None:
         return reason
     gradient = {"backward": True, "pool": stride == 2, "content_keys": content}
-    if _differentiated(*tensors) and not fitting.fits(tensors[0], shape, axis, **gradient):
+    if is_differentiated(*tensors) and not fitting.fits(tensors[0], shape, axis, **gradient):
         return f"a {axis} of a map of {shape[0]} x {shape[1]} pixels does not fit into its kernel of the gradients"
     return None
 
@@ -177,7 +166,7 @@ def _refuses_lines(
 ) -> str | None:
     """Of the kernels of lines without statistics; `fixed` are scales and shifts, with which there is no gradient."""
     x = tensors[0]
-    if fixed and _differentiated(*tensors, *fixed):
+    if fixed and is_differentiated(*tensors, *fixed):
         return "its kernels of a module with fixed norms have no gradient"
     if any(tensor.dtype != torch.float32 for tensor in fixed):
         return f"its kernels take scales and shifts in float32, not {', '.join(str(tensor.dtype) for tensor in fixed)}"
@@ -192,10 +181,6 @@ def _refuses_lines(
         if not fitting.fits(x, shape, axis, backward=False, pool=axis == axes[-1] and stride == 2):
             return f"a line of a map of {height} x {width} pixels with heads this wide does not fit into shared memory"
     return None
-
-
-def _differentiated(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 BACKEND = Backend("fused", content_attention, positional_attention, refuses, attention_map)

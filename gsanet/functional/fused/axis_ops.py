@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
+from gsanet.functional.attention import to_feature_map
 from gsanet.functional.backends import Axis
 from gsanet.functional.fused import calls
 from gsanet.functional.fused.prepared import prepared_operator
@@ -23,7 +24,6 @@ from gsanet.functional.fused.projection import (
     project,
     project_gradient,
     split,
-    to_feature_map,
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gsanet.functional.attention import to_feature_map
 from gsanet.functional.fused import calls
 from gsanet.functional.fused.beside import start_beside
 from gsanet.functional.fused.prepared import prepared_operator
@@ -22,7 +23,6 @@ from gsanet.functional.fused.projection import (
     project,
     project_gradient,
     split,
-    to_feature_map,
 )
 from gsanet.functional.inference_only import refuse_gradients
 

@@ -105,6 +105,18 @@ def keep_statistics(norm: nn.BatchNorm2d, applied: Tensor, x: Tensor) -> None:
             running.lerp_(value.to(running.dtype), share)
 
 
+def applied_in_evaluation(norm: nn.BatchNorm2d) -> Tensor:
+    """What a batch norm with running statistics applies: scale, shift, mean, 1 / standard deviation, variance."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    weight, bias = in_float32(norm)
+    mean, variance = norm.running_mean.float(), norm.running_var.float()
+    inverse = torch.rsqrt(variance + norm.eps)
+    scale = inverse if weight is None else inverse * weight.detach()
+    shift = -mean * scale if bias is None else bias.detach() - mean * scale
+    return torch.stack((scale, shift, mean, inverse, variance))
+
+
 def in_float32(norm: nn.BatchNorm2d) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias of a norm."""
     weight, bias = (None if tensor is None else tensor.float() for tensor in (norm.weight, norm.bias))

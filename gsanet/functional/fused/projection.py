@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from gsanet.functional.attention import split_heads, to_feature_map
 from gsanet.functional.fused import calls
 
 # A module of fewer channels projects q, k and v again in the backward pass: three maps less in memory, for a product
@@ -26,11 +27,8 @@ def split(
     projected: Tensor, x: Tensor, heads: int, dim_key: int, content: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """q, k and v, maps as large as x, of one tensor (pixels, channels of all)."""
-    keys = dim_key if content else 0
-    widths = (dim_key, keys, projected.shape[1] - dim_key - keys)
-    maps = projected.view(x.shape[0], x.shape[2], x.shape[3], sum(widths)).split(widths, dim=3)
-    q, k, v = (part.unflatten(-1, (heads, part.shape[-1] // heads)) for part in maps)
-    return q, k if content else None, v
+    maps = projected.view(x.shape[0], x.shape[2], x.shape[3], projected.shape[1])
+    return split_heads(maps, heads, dim_key, content)
 
 
 def kept(projected: Tensor, x: Tensor) -> Tensor:
@@ -43,11 +41,6 @@ def no_context(x: Tensor) -> calls.ContextVectors:
     return calls.ContextVectors(
         *(x.new_empty(0) for _ in range(2)), *(x.new_empty(0, dtype=torch.float32) for _ in range(2))
     )
-
-
-def to_feature_map(x: Tensor) -> Tensor:
-    """(batch, x, y, head, v) as (batch, channels, x, y) in channels-last memory."""
-    return x.flatten(3).permute(0, 3, 1, 2)
 
 
 def empty_results(

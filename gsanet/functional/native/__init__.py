@@ -14,7 +14,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from gsanet.functional import lean
-from gsanet.functional.backends import Axis, Backend, Norm, Operation
+from gsanet.functional.backends import Axis, Backend, Norm, Operation, is_differentiated
 from gsanet.functional.lean import fit_table
 from gsanet.functional.native import calls
 from gsanet.functional.native.compiler import unavailable
@@ -81,7 +81,7 @@ def refuses(operation: Operation, *arguments: Any, **settings: Any) -> str | Non
         return f"a map of {first.numel()} numbers is too small to compile kernels for"
     if operation == "global_self_attention_map":
         reason = _refuses_map(*arguments, **settings)
-    elif operation == "content_attention" and _differentiated(*tensors):
+    elif operation == "content_attention" and is_differentiated(*tensors):
         reason = "its content attention has no gradient"
     else:
         values = tensors[2 if operation == "content_attention" else 1]
@@ -122,7 +122,7 @@ def _refuses_map(
     if any(tensor.dtype != torch.float32 or tensor.device.type != "cpu" for tensor in fixed):
         return "it takes norms in float32 on the CPU only"
     tables = (table for table in (rel_column, rel_row) if table is not None)
-    if _differentiated(x, weight, *tables, *fixed):
+    if is_differentiated(x, weight, *tables, *fixed):
         return "its whole modules have no gradient"
     return None
 
@@ -144,10 +144,6 @@ def _is_plain(tensor: Tensor) -> bool:
         and not tensor.is_neg()
         and unpack_dual(tensor).tangent is None
     )
-
-
-def _differentiated(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 BACKEND = Backend("native", content_attention, positional_attention, refuses, attention_map)

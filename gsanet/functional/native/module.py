@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from gsanet.functional.attention import split_heads, to_feature_map
 from gsanet.functional.backends import Axis, Norm
+from gsanet.functional.fused.norms import applied_in_evaluation
 from gsanet.functional.lean import fit_table
 from gsanet.functional.native import calls
 from gsanet.functional.pooling import average_pool
@@ -27,27 +29,28 @@ def attention_map(
 ) -> Tensor:
     """As `gsanet.functional.global_self_attention_map`; the norm is one in evaluation, or its scale and shift."""
     batch, channels, height, width = x.shape
-    keys = dim_key if content else 0
-    widths = (dim_key, keys, len(weight) - dim_key - keys)
+    dim_out = len(weight) - dim_key * (2 if content else 1)
     column, row = (
         None if rel is None else fit_table(rel, length, reach).contiguous()
         for rel, length in ((rel_column, height), (rel_row, width))
     )
-    between = None if column is None or row is None or norm is None else _scale_and_shift(norm)
+    between = None
+    if column is not None and row is not None and norm is not None:
+        assert isinstance(norm, Tensor | nn.BatchNorm2d)
+        between = norm.contiguous() if isinstance(norm, Tensor) else applied_in_evaluation(norm)[:2]
     finish = None if finish is None else finish.contiguous()
 
     at_once = min(batch, max(1, PIECE // (height * width * len(weight))))
     projected = x.new_empty(at_once, height, width, len(weight))
-    columns = x.new_empty(at_once, height, width, num_heads, widths[2] // num_heads)
+    columns = x.new_empty(at_once, height, width, num_heads, dim_out // num_heads)
     before_pooling = columns.new_empty(columns.shape) if stride > 1 else None
     out = x.new_empty(batch, -(-height // stride), -(-width // stride), *columns.shape[3:])
     for first in range(0, batch, at_once):
         images, target = (one[first : first + at_once] for one in (x.permute(0, 2, 3, 1), out))
         count = len(images)
         torch.mm(images.reshape(-1, channels), weight.T, out=projected[:count].view(-1, len(weight)))
-        parts = projected[:count].split(widths, dim=3)
-        q, k, v = (one.unflatten(3, (num_heads, one.shape[3] // num_heads)) for one in parts)
-        context = calls.context_vectors(k, v) if content else None
+        q, k, v = split_heads(projected[:count], num_heads, dim_key, content)
+        context = None if k is None else calls.context_vectors(k, v)
         if column is not None and row is not None:
             v = calls.attend(q, v, column, "column", columns[:count], scale_and_shift=between)
         last: tuple[Tensor | None, Axis] = (row, "row") if column is None or row is not None else (column, "column")
@@ -56,27 +59,13 @@ def attention_map(
         else:
             calls.attend(q, v, *last, before_pooling[:count], context=context)
             _pool(before_pooling[:count], stride, finish, target)
-    return out.flatten(3).permute(0, 3, 1, 2)
+    return to_feature_map(out)
 
 
 def _pool(attended: Tensor, stride: int, finish: Tensor | None, out: Tensor) -> None:
     """Average a map (batch, x, y, head, channel) into one that is smaller by the stride, and scale, shift and ReLU."""
-    pooled = average_pool(attended.flatten(3).permute(0, 3, 1, 2), stride).permute(0, 2, 3, 1)
+    pooled = average_pool(to_feature_map(attended), stride).permute(0, 2, 3, 1)
     if finish is None:
         out.flatten(3).copy_(pooled)
     else:
         torch.addcmul(finish[1], pooled, finish[0], out=out.flatten(3)).relu_()
-
-
-def _scale_and_shift(norm: Norm | Tensor) -> Tensor:
-    """What a batch norm in evaluation multiplies each channel by, and adds to it."""
-    if isinstance(norm, Tensor):
-        return norm.contiguous()
-    assert isinstance(norm, nn.BatchNorm2d)
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    scale = torch.rsqrt(norm.running_var + norm.eps)
-    if norm.weight is not None:
-        scale = scale * norm.weight
-    shift = -norm.running_mean * scale
-    return torch.stack((scale, shift if norm.bias is None else shift + norm.bias))
