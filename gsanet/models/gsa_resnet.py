@@ -237,7 +237,13 @@ def _start_as_pytorch_does(model: nn.Module) -> None:
 def _options(attention: type[nn.Module]) -> list[str]:
     """The arguments of an attention module that are the user's to choose; the network sets the others."""
     given = {"self", "dim", "dim_out", "feat_size", "stride", "device", "dtype"}
-    return [name for name in inspect.signature(attention.__init__).parameters if name not in given]
+    names: list[str] = []
+    for kind in attention.__mro__:
+        parameters = inspect.signature(kind).parameters.values()
+        names += [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters):  # which go to the class that it inherits from
+            break
+    return [name for name in dict.fromkeys(names) if name not in given]
 
 
 def check_options(kwargs: dict[str, Any], taken: list[str]) -> None:

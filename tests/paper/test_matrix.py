@@ -19,7 +19,7 @@ from gsanet.paper.record import record_run
 from gsanet.paper.results import read_results
 from gsanet.paper.run_matrix import run_command, run_experiments
 from gsanet.train.checkpoint import replace_file
-from gsanet.train.engine import train
+from gsanet.train.engine import make_model, train
 from gsanet.train.recipe import load_recipe
 
 SMALL = """
@@ -68,6 +68,16 @@ def test_the_runs_can_be_made():
     gsa38 = matrix()["gsa38"]
     assert gsa38.steps == 20 * (100_000 // 512)
     assert gsa38.recipe.model_kwargs == {"stem": "7x7/2", "conv_init": "pytorch"}
+
+
+def test_every_network_can_be_made():
+    with torch.device("meta"):
+        for run in {run.network: run for run in matrix().values()}.values():
+            make_model(run.recipe, run.classes)
+        normed = make_model(matrix()["gsa50-normed-column"].recipe, 200)
+    modules = [module for module in normed.modules() if isinstance(module, studies.NormedAxisGSA)]
+    assert len(modules) == 16
+    assert all(module.rel_row is None and module.rel_column is not None for module in modules)
 
 
 def test_the_changed_modules_differ_in_what_they_say():
