@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gsanet.functional.checks import check_feature_map, check_share, check_window
-from gsanet.functional.fused.norms import count_batch
 from gsanet.functional.local import local_mix, mirror
 from gsanet.functional.pooling import average_pool
 from gsanet.layers.attention import Attention, Combination, Properties
@@ -148,17 +147,15 @@ class PatchwiseAttention(VectorAttention):
 
     Arguments as in `VectorAttention`.
 
-    The first batch norm has its own statistics and factors for each place of the concatenation, and the first linear
-    layer its own weights; both are applied place by place, so that the concatenation never exists.
-
-    Memory: two tensors of dim_out / share x window^2 weights a pixel at the peak; with autograd three, and one copy of
-    the concatenation, (window^2 + 1) x dim_relation numbers a pixel, which the first linear layer keeps.
+    Memory: two tensors of dim_out / share x window^2 weights a pixel at the peak, and before they exist two of the
+    concatenation, (window^2 + 1) x dim_relation numbers a pixel; with autograd three of the weights beside two of the
+    concatenation, which the norm and the first linear layer keep.
     """
 
     label = "patchwise attention"
 
     def make_gamma(self, groups: int, **factory: Any) -> None:
-        """The network of a whole window; its first norm and linear layer stand apart."""
+        """The network of a whole window."""
         places = self.window**2 + 1
         self.norm = nn.BatchNorm2d(places * self.dim_relation, **factory)
         self.reduce = nn.Conv2d(places * self.dim_relation, groups, 1, bias=False, **factory)
@@ -179,21 +176,7 @@ class PatchwiseAttention(VectorAttention):
     def weigh(self, phi: Tensor, psi: Tensor) -> Tensor:
         """Gamma of all of a window's vectors; no softmax."""
         height, width = phi.shape[1:3]
-        phi, psi = phi.permute(0, 3, 1, 2), psi.permute(0, 3, 1, 2)
-        places = [phi]
-        places += [psi[:, :, i : i + height, j : j + width] for i in range(self.window) for j in range(self.window)]
-        # As the norm of the whole would be, which may be frozen while the module is trained.
-        norm, share = self.norm, count_batch(self.norm)
-        running = (None, None) if norm.training and share is None else (norm.running_mean, norm.running_var)
-        from_batch = norm.training or norm.running_mean is None
-        momentum = 0.0 if share is None else float(share)
-        total = torch.zeros((), dtype=phi.dtype, device=phi.device)
-        for number, place in enumerate(places):
-            part = slice(number * self.dim_relation, (number + 1) * self.dim_relation)
-            mean, variance, weight, bias = (
-                None if values is None else values[part] for values in (*running, norm.weight, norm.bias)
-            )
-            place = F.batch_norm(place, mean, variance, weight, bias, from_batch, momentum, norm.eps)
-            total = total + F.conv2d(F.relu(place, inplace=True), self.reduce.weight[:, part])
-        weights = self.gamma(total)  # b, group x offset, x, y
+        places = [psi[:, i : i + height, j : j + width] for i in range(self.window) for j in range(self.window)]
+        together = torch.cat((phi, *places), dim=-1).permute(0, 3, 1, 2)
+        weights = self.gamma(self.reduce(F.relu(self.norm(together), inplace=True)))  # b, group x offset, x, y
         return weights.unflatten(1, (-1, self.window**2)).permute(0, 3, 4, 1, 2)
