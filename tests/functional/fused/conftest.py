@@ -112,7 +112,7 @@ def as_on_gpu(monkeypatch) -> None:
 
 
 def _gpu(monkeypatch) -> Kernels:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    torch.set_float32_matmul_precision("highest")  # PyTorch's default
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     kernels = Kernels("cuda")
     really_launch = calls.launch
