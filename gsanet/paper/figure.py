@@ -167,7 +167,8 @@ def _draw_setting(setting: Setting, networks: list[list[Run]], file: Path) -> No
     drawn = {colour_of(runs[0].model) for runs in networks}
     for label, colour in families.items():
         if colour in drawn:
-            plots[0].plot([], [], marker="o", color=colour, label=label)
+            line = "none" if colour == OTHERS else "solid"
+            plots[0].plot([], [], linestyle=line, marker="o", color=colour, label=label)
     plots[0].legend(loc="lower right", fontsize="small")
     devices = sorted({run.device for runs in networks for run in runs if run.device})
     parts = [f"{dataset}{f' at {size}x{size}' if isinstance(size, int) else ''}", f"recipe {recipe}", length, *devices]
@@ -200,13 +201,24 @@ def _scatter(plot: Any, points: list[tuple[str, float, float]]) -> None:
 
 
 def _write_names(plot: Any, points: list[tuple[str, float, float]]) -> None:
-    """The points' names, each at the first place beside its point where it covers no other name."""
-    taken: list[Any] = []
+    """The points' names, each at the first place beside its point where it covers no other name and no point."""
+    from matplotlib.patheffects import withStroke
+    from matplotlib.transforms import Bbox
+
+    halo = [withStroke(linewidth=3, foreground="white", alpha=0.8)]  # they cross lines
+    centres = plot.transData.transform([place for _, *place in points])
+    taken: list[Any] = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in centres]
     for name, *place in sorted(points):
-        for align, down in product(("left", "right"), (4, -9, 13, -18, 22, -27)):
+        for down, align in product((4, -9, 13, -18, 22, -27), ("left", "right")):
             offset = (4 if align == "left" else -4, down)
             text = plot.annotate(
-                name, place, xytext=offset, textcoords="offset points", fontsize="x-small", horizontalalignment=align
+                name,
+                place,
+                xytext=offset,
+                textcoords="offset points",
+                fontsize="x-small",
+                horizontalalignment=align,
+                path_effects=halo,
             )
             box = text.get_window_extent()
             if plot.bbox.x0 < box.x0 and box.x1 < plot.bbox.x1 and not any(box.overlaps(other) for other in taken):
