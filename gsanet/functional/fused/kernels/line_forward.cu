@@ -198,6 +198,7 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
   const int warp = warp_index();
 
   fill_with_zeros(shared, TABLE);
+  take_turn();
   copy_table(table, arguments.rel);
   block_barrier();
   Windows windows;

@@ -1,0 +1,70 @@
+"""Programmatic dependent launches: a kernel is set up while the one before it in the stream still runs.
+
+Between two ordinary kernels the GPU takes about a microsecond to launch the second, where kernels for one image run for
+three to six. From compute capability 9.0 on it launches a kernel early if that waits by itself for what was before it.
+Each of ours does (`take_turn` of `kernels/intrinsics.cuh`). Why that is safe: `docs/kernels.md`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+OLDEST_DRIVER = 12_030  # from CUDA 12.3 on such launches can be captured in CUDA graphs
+MOST_SHAPES = 256  # kept for each kernel
+
+wanted = True  # whether kernels are launched so where they can be; read at each launch
+_refused = False
+
+
+@contextmanager
+def dependent_launches(on: bool) -> Iterator[None]:
+    """Launch kernels so, or as usual, in all threads: to compare both. A CUDA graph stays as it was captured."""
+    global wanted
+    before, wanted = wanted, on and not _refused
+    try:
+        yield
+    finally:
+        wanted = before and not _refused
+
+
+def refuse() -> None:
+    """From now on launch as usual: the driver does not want it otherwise."""
+    global wanted, _refused
+    wanted, _refused = False, True
+
+
+def supported(capability: int, version: int) -> bool:
+    """Whether GPUs of a compute capability, its first number, can launch kernels so with a version of the driver."""
+    return capability >= 9 and version >= OLDEST_DRIVER
+
+
+class Configurations:
+    """What the driver is to know of a launch, made once for each shape and stream: it takes longer than a launch."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._made: dict[tuple[int, int, int, int, int, int], Any] = {}
+
+    def get(self, x: int, y: int, z: int, threads: int, shared_bytes: int, stream: int) -> Any:
+        """The configuration of a launch: blocks, threads of a block, bytes of dynamic shared memory, the stream."""
+        shape = (x, y, z, threads, shared_bytes, stream)
+        if (known := self._made.get(shape)) is not None:
+            return known
+        if len(self._made) >= MOST_SHAPES:
+            self._made = {}  # a new one: another thread may look into the old one
+        made = self._made[shape] = self._make(*shape)
+        return made
+
+    def _make(self, x: int, y: int, z: int, threads: int, shared_bytes: int, stream: int) -> Any:
+        driver = self._driver
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        made = driver.CUlaunchConfig()
+        made.gridDimX, made.gridDimY, made.gridDimZ = x, y, z
+        made.blockDimX, made.blockDimY, made.blockDimZ = threads, 1, 1
+        made.sharedMemBytes = shared_bytes
+        made.hStream = driver.CUstream(stream)
+        made.attrs = [attribute]  # copied
+        made.numAttrs = 1
+        return made
