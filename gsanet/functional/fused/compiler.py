@@ -322,7 +322,7 @@ class Kernel:
                 self._parameters = (address, parameters, array)
         configuration = None
         if self._configurations is not None and dependent.wanted:
-            configuration = self._configurations.get(x, y, z, threads, shared_bytes, stream)
+            configuration = self._configurations[x, y, z, threads, shared_bytes, stream]
             (status,) = self._launch_early(configuration, self._function, parameters, 0)
         else:
             (status,) = self._launch(self._function, x, y, z, threads, 1, 1, shared_bytes, stream, parameters, 0)

@@ -38,21 +38,21 @@ def supported(capability: int, version: int) -> bool:
     return capability >= 9 and version >= OLDEST_DRIVER
 
 
-class Configurations:
-    """What the driver is to know of a launch, made once for each shape and stream: it takes longer than a launch."""
+Shape = tuple[int, int, int, int, int, int]  # blocks in x, y and z, threads, bytes of dynamic shared memory, the stream
+
+
+class Configurations(dict[Shape, Any]):
+    """What the driver is to know of a launch, made when it is first asked for: that takes longer than a launch."""
 
     def __init__(self, driver: Any) -> None:
+        super().__init__()
         self._driver = driver
-        self._made: dict[tuple[int, int, int, int, int, int], Any] = {}
 
-    def get(self, x: int, y: int, z: int, threads: int, shared_bytes: int, stream: int) -> Any:
-        """The configuration of a launch: blocks, threads of a block, bytes of dynamic shared memory, the stream."""
-        shape = (x, y, z, threads, shared_bytes, stream)
-        if (known := self._made.get(shape)) is not None:
-            return known
-        if len(self._made) >= MOST_SHAPES:
-            self._made = {}  # a new one: another thread may look into the old one
-        made = self._made[shape] = self._make(*shape)
+    def __missing__(self, shape: Shape) -> Any:
+        """Make it."""
+        if len(self) >= MOST_SHAPES:
+            self.clear()
+        made = self[shape] = self._make(*shape)
         return made
 
     def _make(self, x: int, y: int, z: int, threads: int, shared_bytes: int, stream: int) -> Any:

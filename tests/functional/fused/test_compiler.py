@@ -641,19 +641,19 @@ def test_a_launch_that_fails_in_any_way_refuses_nothing(early_kernel, early_driv
 
 def test_configurations_are_not_kept_without_end(early_driver):
     configurations = dependent.Configurations(early_driver)
-    first = configurations.get(1, 1, 1, 32, 0, 0)
+    first = configurations[1, 1, 1, 32, 0, 0]
     for stream in range(dependent.MOST_SHAPES - 1):
-        configurations.get(1, 1, 1, 32, 0, stream)
-    assert configurations.get(1, 1, 1, 32, 0, 0) is first
+        configurations[1, 1, 1, 32, 0, stream]
+    assert configurations[1, 1, 1, 32, 0, 0] is first
     for stream in range(dependent.MOST_SHAPES + 1):
-        assert configurations.get(1, 1, 1, 32, 0, stream).hStream == stream
-    assert len(configurations._made) < dependent.MOST_SHAPES
+        assert configurations[1, 1, 1, 32, 0, stream].hStream == stream
+    assert len(configurations) < dependent.MOST_SHAPES
 
 
 @needs_nvrtc
 def test_a_configuration_of_the_real_bindings():
     bindings = compiler._driver()
-    made = dependent.Configurations(bindings).get(5, 2, 1, 256, 4096, 0x1234)
+    made = dependent.Configurations(bindings)[5, 2, 1, 256, 4096, 0x1234]
     assert (made.gridDimX, made.gridDimY, made.gridDimZ, made.blockDimX) == (5, 2, 1, 256)
     assert (made.sharedMemBytes, int(made.hStream), made.numAttrs) == (4096, 0x1234, 1)
     (attribute,) = made.attrs
