@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import launches
 import measure as measuring
 import modules
 import networks
@@ -450,6 +451,61 @@ def test_profiles_that_cannot_be(arguments, words, capsys):
     with pytest.raises(SystemExit):
         profile_step.main(arguments)
     assert words in capsys.readouterr().err
+
+
+class NotCaptured:
+    """A network that is called, with what should differ between the sides."""
+
+    edges = "3 of 9 edges"
+
+    def __init__(self, network, x, early, streams):
+        self.network, self.x, self.how = network, x, (early, streams)
+
+    def __call__(self):
+        self.out = self.network(self.x, *self.how)
+
+
+@pytest.mark.parametrize("wrong", [None, (True, False)])
+def test_early_launches_are_compared(monkeypatch, capsys, wrong):
+    monkeypatch.setattr(launches, "Captured", NotCaptured)
+
+    def network(x, *how):
+        return x + 1 if wrong is not None and how == wrong else x
+
+    launches.compare("a network", network, torch.zeros(3), TINY, 2)
+    printed = capsys.readouterr().out
+    assert printed.startswith("a network: usual ")
+    assert all(f"{side} " in printed for side in launches.SIDES)
+    assert printed.count("(3 of 9 edges)") == len(launches.SIDES) == 4
+    assert printed.endswith(f"us; bits {'the same' if wrong is None else 'DIFFER'}\n")
+
+
+def test_edges_of_a_graph_are_counted(monkeypatch):
+    found = [SimpleNamespace(type=number) for number in (0, 1, 1)]
+
+    def get(graph, count=0):
+        return 0, found[:count], found[:count], found[:count], len(found)
+
+    driver = SimpleNamespace(CUgraph=int, cuGraphGetEdges=get)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+    assert launches.edges(5) == "2 of 3 edges"
+    driver.cuGraphGetEdges = lambda graph: (0, [], [], 0)
+    assert launches.edges(5).startswith("edges unknown: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_early_launches_need_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        launches.main([])
+    assert "early launches need a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_early_launches_give_the_same_bits_on_gpu(capsys):
+    launches.main(["--seconds", "0.01"])
+    printed = capsys.readouterr().out
+    assert printed.count("bits the same") == 5
+    assert "DIFFER" not in printed
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
