@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import re
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from functional.fused.test_kernels import BF16, make_module, normal, same_bits
 from torch import nn
 
 import gsanet
+from gsanet.functional.backends import BACKENDS
 from gsanet.functional.fused import calls, compiler
 from gsanet.functional.fused.dependent import dependent_launches
 from gsanet.functional.local_ops import local_mix, local_scores, local_spread
@@ -24,14 +27,16 @@ LABEL = re.compile(r"(\$\w+):")
 BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+)")
 # Memory that other kernels see; parameters, constants and what a block or thread has for itself is not.
 ACCESS = re.compile(r"\b(ldu?|st|atom|red|prefetchu?|cp|tex|suld|sust)\.(?!param|const|shared|local)|cp\.async")
+READ = re.compile(r"\bld\.global\.")
 RETURN = re.compile(r"\b(ret|exit)\b")
 
 
-def first_mistake(body: list[str]) -> str | None:
+def first_mistake(body: list[str], reads: bool = False) -> str | None:
     """Why not every thread of a kernel waits before all else that counts, if that is so.
 
     Args:
         body: The lines of its PTX.
+        reads: It may read before.
     """
     waits = [number for number, line in enumerate(body) if "griddepcontrol.wait" in line]
     if len(waits) != 1:
@@ -44,7 +49,8 @@ def first_mistake(body: list[str]) -> str | None:
             if "griddepcontrol.launch_dependents" in line:
                 return None
             continue
-        if ACCESS.search(line) or RETURN.search(line) or "launch_dependents" in line:
+        touches = ACCESS.search(line) and not (reads and READ.search(line))
+        if touches or RETURN.search(line) or "launch_dependents" in line:
             return f"before the wait: {line}"
         if (found := BRANCH.search(line)) and labels[found[1]] > wait:
             return f"around the wait: {line}"
@@ -89,12 +95,20 @@ def bodies(specialisation: compiler.Specialisation) -> dict[str, list[str]]:
     return {name: [line.strip() for line in body.splitlines()] for name, body in found}
 
 
+def infer(module: nn.Module, x: torch.Tensor) -> None:
+    """A module from `fuse_for_inference`, without asking whether its kernels take what is on a CPU."""
+    takes_all = replace(BACKENDS["fused"], refuses=lambda *arguments, **settings: None)
+    with torch.no_grad(), mock.patch.dict(BACKENDS, {"fused": takes_all}):
+        gsanet.fuse_for_inference(module)(x)
+
+
 def use_every_kernel() -> None:
     """Each kernel at least once, of few images."""
     for size in ((14, 12), (72, 7)):
         module = gsanet.GlobalSelfAttention(64, feat_size=size, dtype=BF16)
         x = torch.zeros(1, 64, *size, dtype=BF16, requires_grad=True)
         module(x).sum().backward()
+        infer(module, x)
     stem = gsanet.create_model("gsa_resnet50", stem_width=64).stem.to(BF16)
     stem(torch.zeros(1, 3, 16, 16, dtype=BF16).to(memory_format=torch.channels_last)).sum().backward()
     calls.norm_pool(torch.zeros(1, 8, 8, 8, dtype=BF16), None)
@@ -113,10 +127,31 @@ def test_every_kernel_waits_before_all_else(planned):
     checked = set()
     for kernel in dict.fromkeys(plan.kernel for plan in planned.launched):
         # A source has other kernels too, which are compiled with it.
-        mistake = first_mistake(bodies(kernel)[kernel.entry])
+        early = dict(kernel.constants).get("EARLY_TABLE") == 1
+        mistake = first_mistake(bodies(kernel)[kernel.entry], reads=early)
         assert mistake is None, f"{kernel}: {mistake}"
+        assert not early or first_mistake(bodies(kernel)[kernel.entry]).startswith("before the wait: ld.global")
         checked.add(kernel.entry)
     assert checked == KERNELS.keys()
+
+
+def test_which_tables_are_read_early(planned):
+    """Those of rows, in inference: the kernel before them is that of the columns, which has waited."""
+    for options in ({}, {"content": False}, {"row": False}, {"column": False}):
+        planned.launched.clear()
+        module = gsanet.GlobalSelfAttention(64, feat_size=(14, 12), dtype=BF16, **options)
+        x = torch.zeros(1, 64, 14, 12, dtype=BF16, requires_grad=True)
+        with planned.running(poison=False):
+            module(x).sum().backward()
+            module.eval()(x)
+            assert not any(constants["EARLY_TABLE"] for constants in planned.constants("line_forward"))
+            planned.launched.clear()
+            infer(module, x)
+        both = len(options) == 0 or "content" in options
+        early = [constants["EARLY_TABLE"] for constants in planned.constants("line_forward")]
+        assert early == ([0, 1] if both else [0])
+        assert planned.launched[-1].kernel.entry == "line_forward"
+        assert not both or planned.launched[-2].kernel.entry == "line_forward"
 
 
 @pytest.mark.parametrize("entry", KERNELS)
@@ -240,6 +275,29 @@ def test_memory_that_is_used_again_on_gpu(gpu):
         for _ in range(10):
             early, usual = both_ways(lambda: network(x))
             assert torch.equal(early, usual)
+
+
+def test_tables_that_were_just_written_on_gpu(gpu):
+    """Embeddings that change right before a call, as other dtypes do under autocast: none is read too early."""
+    network = gsanet.fuse_for_inference(nn.Sequential(make_module(BF16, 64, (14, 14)).cuda()))
+    tables = [parameter for name, parameter in network.named_parameters() if "rel_" in name]
+    assert len(tables) == 2
+    x = normal(1, 64, 14, 14, dtype=BF16).cuda().to(memory_format=torch.channels_last)
+    values = normal(20, *tables[0].shape, dtype=BF16).cuda()
+
+    def run():
+        results = []
+        for one in values:
+            for table in tables:
+                table.copy_(one)
+            results.append(network(x))
+        return results
+
+    with gpu.running(poison=False), torch.no_grad():
+        for _ in range(5):
+            early, usual = both_ways(run)
+            assert same_bits(early, usual)
+        assert not torch.equal(usual[0], usual[1])
 
 
 def test_early_launches_are_made_on_gpu(gpu, monkeypatch):
