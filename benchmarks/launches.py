@@ -11,10 +11,11 @@ GPU; early launches begin with compute capability 9.0.
 """
 
 import argparse
-import importlib
+import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,7 +25,7 @@ from registry import Setting
 from torch import Tensor, nn
 
 import gsanet
-from gsanet.bench import environment, one_line
+from gsanet.bench import environment
 from gsanet.functional.fused import beside
 from gsanet.functional.fused.dependent import dependent_launches
 
@@ -67,18 +68,31 @@ class Captured:
         self.graph.replay()
 
 
+class Edge(ctypes.Structure):
+    """The driver's CUgraphEdgeData."""
+
+    _fields_ = (
+        ("from_port", ctypes.c_ubyte),
+        ("to_port", ctypes.c_ubyte),
+        ("type", ctypes.c_ubyte),
+        ("reserved", ctypes.c_ubyte * 5),
+    )
+
+
 def edges(graph: int) -> str:
     """How many edges a graph has, and how many of them let the second kernel begin early."""
-    driver = importlib.import_module("cuda.bindings.driver")
-    get = getattr(driver, "cuGraphGetEdges_v2", driver.cuGraphGetEdges)  # CUDA 12 and 13
-    try:
-        *_, count = get(driver.CUgraph(graph))
-        status, _, _, data, _ = get(driver.CUgraph(graph), count)
-        if status:
-            return f"edges unknown: {status.name}"
-        return f"{sum(edge.type != 0 for edge in data)} of {count} edges"
-    except (TypeError, ValueError) as error:
-        return f"edges unknown: {one_line(error)}"
+    # Not by the bindings: before version 13.3 they give what has been freed.
+    get = driver().cuGraphGetEdges_v2
+    count, handle = ctypes.c_size_t(), ctypes.c_void_p(graph)
+    status = get(handle, None, None, None, ctypes.pointer(count))
+    nodes, found = (ctypes.c_void_p * count.value * 2)(), (Edge * count.value)()
+    status = status or get(handle, nodes[0], nodes[1], found, ctypes.pointer(count))
+    return f"error {status}" if status else f"{sum(edge.type != 0 for edge in found)} of {len(found)} edges"
+
+
+def driver() -> Any:
+    """The library of the driver, which torch has loaded."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def compare(what: str, network: Callable[[Tensor], Tensor], x: Tensor, setting: Setting, parts: int = 1) -> None:

@@ -480,17 +480,20 @@ def test_early_launches_are_compared(monkeypatch, capsys, wrong):
     assert printed.endswith(f"us; bits {'the same' if wrong is None else 'DIFFER'}\n")
 
 
-def test_edges_of_a_graph_are_counted(monkeypatch):
-    found = [SimpleNamespace(type=number) for number in (0, 1, 1)]
+@pytest.mark.parametrize(("status", "words"), [(0, "2 of 3 edges"), (1, "error 1")])
+def test_edges_of_a_graph_are_counted(monkeypatch, status, words):
+    def get(graph, before, behind, data, count):
+        assert graph.value == 0x7F0012345678
+        if data is None:
+            count.contents.value = 3
+            return 0
+        assert len(before) == len(behind) == len(data) == count.contents.value
+        for edge, kind in zip(data, (0, 1, 1), strict=True):
+            edge.type = kind
+        return status
 
-    def get(graph, count=0):
-        return 0, found[:count], found[:count], found[:count], len(found)
-
-    driver = SimpleNamespace(CUgraph=int, cuGraphGetEdges=get)
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
-    assert launches.edges(5) == "2 of 3 edges"
-    driver.cuGraphGetEdges = lambda graph: (0, [], [], 0)
-    assert launches.edges(5).startswith("edges unknown: ")
+    monkeypatch.setattr(launches, "driver", lambda: SimpleNamespace(cuGraphGetEdges_v2=get))
+    assert launches.edges(0x7F0012345678) == words
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")

@@ -268,7 +268,7 @@ class Kernel:
         self._max_blocks: dict[tuple[int, int], int] = {}
         device = self._call("cuDeviceGet", index)
         major = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-        early = dependent.supported(self._call("cuDeviceGetAttribute", major, device), self._call("cuDriverGetVersion"))
+        early = self._call("cuDeviceGetAttribute", major, device) >= dependent.CAPABILITY
         self._configurations = dependent.Configurations(driver) if early else None
         # torch uses the primary context too: its streams and memory are ours.
         self._context = self._call("cuDevicePrimaryCtxRetain", device)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-OLDEST_DRIVER = 12_030  # from CUDA 12.3 on such launches can be captured in CUDA graphs
+# Of the GPU, its first number. Graphs have such launches from drivers of CUDA 12.3 on; loading a kernel needs 12.4.
+CAPABILITY = 9
 MOST_SHAPES = 256  # kept for each kernel
 
 wanted = True  # whether kernels are launched so where they can be; read at each launch
@@ -31,11 +32,6 @@ def refuse() -> None:
     """From now on launch as usual: the driver does not want it otherwise."""
     global wanted, _refused
     wanted, _refused = False, True
-
-
-def supported(capability: int, version: int) -> bool:
-    """Whether GPUs of a compute capability, its first number, can launch kernels so with a version of the driver."""
-    return capability >= 9 and version >= OLDEST_DRIVER
 
 
 Shape = tuple[int, int, int, int, int, int]  # blocks in x, y and z, threads, bytes of dynamic shared memory, the stream
