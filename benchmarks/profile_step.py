@@ -6,7 +6,8 @@ python benchmarks/profile_step.py gsa_resnet50 --set groups=3,4 --batch 128 --js
 Networks are this package's, by name, and torchvision's; --set is for the first. The step is that of the case `training`
 of run.py: compiled, in bfloat16 and with a batch of 256 on a GPU; on a CPU as it is, in float32 and with a batch of 2,
 and operators stand for kernels. Several steps are profiled, and the one with the median sum is shown; the wall time is
-measured without the profiler. Kernels of two streams may run at once: then their sum can be more than it.
+measured without the profiler. Kernels of two streams may run at once: then their sum can be more than it. Launches are
+the usual ones: one that is launched early would be shown with its wait for the kernel before it.
 """
 
 import argparse
@@ -40,6 +41,7 @@ import gsanet
 from gsanet.bench import DTYPES, environment
 from gsanet.devices import check_device
 from gsanet.functional.fused.compiler import KERNELS
+from gsanet.functional.fused.dependent import dependent_launches
 from gsanet.models.registry import as_typed
 from gsanet.train.recipe import parse_overrides
 from gsanet.words import suggest
@@ -160,7 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     facts = environment(chosen.device)
     profiles = []
     for name, options in wanted:
-        profiles.append(profile_network(name, options, setting, chosen.steps, partial(errors.print, markup=False)))
+        with dependent_launches(False):
+            say = partial(errors.print, markup=False)
+            profiles.append(profile_network(name, options, setting, chosen.steps, say))
         forget()
     console = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 150)
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()))

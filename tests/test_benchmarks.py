@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import launches
 import measure as measuring
 import modules
 import networks
@@ -450,6 +451,64 @@ def test_profiles_that_cannot_be(arguments, words, capsys):
     with pytest.raises(SystemExit):
         profile_step.main(arguments)
     assert words in capsys.readouterr().err
+
+
+class NotCaptured:
+    """A network that is called, with what should differ between the sides."""
+
+    edges = "3 of 9 edges"
+
+    def __init__(self, network, x, early, streams):
+        self.network, self.x, self.how = network, x, (early, streams)
+
+    def __call__(self):
+        self.out = self.network(self.x, *self.how)
+
+
+@pytest.mark.parametrize("wrong", [None, (True, False)])
+def test_early_launches_are_compared(monkeypatch, capsys, wrong):
+    monkeypatch.setattr(launches, "Captured", NotCaptured)
+
+    def network(x, *how):
+        return x + 1 if wrong is not None and how == wrong else x
+
+    launches.compare("a network", network, torch.zeros(3), TINY, 2)
+    printed = capsys.readouterr().out
+    assert printed.startswith("a network: usual ")
+    assert all(f"{side} " in printed for side in launches.SIDES)
+    assert printed.count("(3 of 9 edges)") == len(launches.SIDES) == 4
+    assert printed.endswith(f"us; bits {'the same' if wrong is None else 'DIFFER'}\n")
+
+
+@pytest.mark.parametrize(("status", "words"), [(0, "2 of 3 edges"), (1, "error 1")])
+def test_edges_of_a_graph_are_counted(monkeypatch, status, words):
+    def get(graph, before, behind, data, count):
+        assert graph.value == 0x7F0012345678
+        if data is None:
+            count.contents.value = 3
+            return 0
+        assert len(before) == len(behind) == len(data) == count.contents.value
+        for edge, kind in zip(data, (0, 1, 1), strict=True):
+            edge.type = kind
+        return status
+
+    monkeypatch.setattr(launches, "driver", lambda: SimpleNamespace(cuGraphGetEdges_v2=get))
+    assert launches.edges(0x7F0012345678) == words
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_early_launches_need_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        launches.main([])
+    assert "early launches need a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_early_launches_give_the_same_bits_on_gpu(capsys):
+    launches.main(["--seconds", "0.01"])
+    printed = capsys.readouterr().out
+    assert printed.count("bits the same") == 5
+    assert "DIFFER" not in printed
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

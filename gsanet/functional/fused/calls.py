@@ -103,6 +103,7 @@ def attend(
     finish: Tensor | None = None,
     centre: Tensor | None = None,
     pool: bool = False,
+    early_table: bool = False,
 ) -> Attended:
     """Positional attention along one axis.
 
@@ -116,6 +117,7 @@ def attend(
         finish: Scale and shift of the output, before a ReLU, (2, channels) in float32.
         centre: The sums of the output's channels are taken about these, (channels) in float32.
         pool: Average 2 x 2 pixels.
+        early_table: `rel` is older than the kernel before this one, which is one of ours: it is read at once.
     """
     batch, height, width, heads, _ = q.shape
     length, across = (height, width) if axis == "column" else (width, height)
@@ -133,6 +135,7 @@ def attend(
         pool=pool,
         finish=finish is not None,
         statistics=centre is not None,
+        early_table=early_table,
     )
     assert plan is not None
     statistics = None

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from gsanet.functional.fused import dependent
 from gsanet.functional.fused.cache import read_entry, write_entry
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -248,7 +249,11 @@ def choose_architecture(capability: tuple[int, int], supported: Sequence[int]) -
 
 
 class Kernel:
-    """A kernel loaded on one device; made by `load_kernel`."""
+    """A kernel loaded on one device; made by `load_kernel`.
+
+    It may be launched before the one before it has finished (`dependent.py`): it must call `take_turn`, as
+    `kernels/intrinsics.cuh` says.
+    """
 
     def __init__(
         self, specialisation: Specialisation, binary: Binary, index: int, driver: Any, carveout: int = 100
@@ -257,10 +262,14 @@ class Kernel:
         self.binary = binary
         self._driver = driver
         self._launch = driver.cuLaunchKernel
+        self._launch_early = driver.cuLaunchKernelEx
         self._checked_type: type | None = None
         self._parameters: tuple[int, int, c_void_p | None] = (0, 0, None)
         self._max_blocks: dict[tuple[int, int], int] = {}
         device = self._call("cuDeviceGet", index)
+        major = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+        early = self._call("cuDeviceGetAttribute", major, device) >= dependent.CAPABILITY
+        self._configurations = dependent.Configurations(driver) if early else None
         # torch uses the primary context too: its streams and memory are ours.
         self._context = self._call("cuDevicePrimaryCtxRetain", device)
         with self._current_context():
@@ -311,12 +320,22 @@ class Kernel:
                 array = c_void_p(address)
                 parameters = addressof(array)
                 self._parameters = (address, parameters, array)
-        (status,) = self._launch(self._function, x, y, z, threads, 1, 1, shared_bytes, stream, parameters, 0)
+        configuration = None
+        if self._configurations is not None and dependent.wanted:
+            configuration = self._configurations[x, y, z, threads, shared_bytes, stream]
+            (status,) = self._launch_early(configuration, self._function, parameters, 0)
+        else:
+            (status,) = self._launch(self._function, x, y, z, threads, 1, 1, shared_bytes, stream, parameters, 0)
         if status:
             # A thread that has not used the GPU yet has no context, and another device's may be current.
             with self._current_context():
-                shape = (x, y, z, threads, 1, 1, shared_bytes)
-                self._call("cuLaunchKernel", self._function, *shape, stream, parameters, 0)
+                if configuration is not None:
+                    (status,) = self._launch_early(configuration, self._function, parameters, 0)
+                if status:
+                    shape = (x, y, z, threads, 1, 1, shared_bytes)
+                    self._call("cuLaunchKernel", self._function, *shape, stream, parameters, 0)
+                    if configuration is not None:
+                        dependent.refuse()
 
     def max_blocks_per_multiprocessor(self, threads: int, shared_bytes: int) -> int:
         """How many blocks of this many threads and bytes of dynamic shared memory one multiprocessor holds."""

@@ -263,13 +263,14 @@ def _attention_map_inference(
         content: Whether content attention is on.
         stride: 1, or 2: average 2 x 2 pixels.
     """
+    rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()  # here: between columns and rows is no kernel
     q, k, v = split(project(x, weight), x, heads, dim_key, content)
     context, wait = start_beside(lambda: None if k is None else calls.context_vectors(k, v).turned, x)
-    column = calls.attend(q, v, rel_column.contiguous(), "column").out
+    column = calls.attend(q, v, rel_column, "column").out
     wait()
     out = calls.attend(
-        q, column, rel_row.contiguous(), "row", norm=norm, context=context, finish=finish, pool=stride == 2
-    ).out  # fmt: skip
+        q, column, rel_row, "row", norm=norm, context=context, finish=finish, pool=stride == 2, early_table=True
+    ).out
     return to_feature_map(out)
 
 

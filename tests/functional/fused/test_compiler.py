@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsanet.functional.fused import cache, compiler
+from gsanet.functional.fused import cache, compiler, dependent
 from gsanet.functional.fused.compiler import (
     Binary,
     Kernel,
@@ -38,6 +38,9 @@ extern "C" __global__ void scale(const __grid_constant__ Arguments arguments) {
     extern __shared__ float dynamic[];
     __shared__ float fixed[FIXED];
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
     fixed[threadIdx.x % FIXED] = i;
     __syncthreads();
     if (i < arguments.count) {
@@ -407,7 +410,6 @@ RESULTS = {
     "cuModuleLoadData": ("module",),
     "cuModuleGetFunction": ("function",),
     "cuFuncGetParamInfo": (0, ctypes.sizeof(Arguments)),
-    "cuDeviceGetAttribute": (232448,),
     "cuCtxPopCurrent": ("context",),
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (3,),
     "cuGetErrorName": (b"CUDA_ERROR_INVALID_VALUE",),
@@ -415,28 +417,44 @@ RESULTS = {
 }
 
 
+class FakeAttribute(types.SimpleNamespace):
+    """An attribute of a launch."""
+
+    def __init__(self):
+        super().__init__(id=None, value=types.SimpleNamespace())
+
+
 class FakeDriver:
     """Writes down the calls, with the bytes that the kernel would get; `failures` are the next results by name."""
 
-    CUdevice_attribute = types.SimpleNamespace(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN="optin")
+    CUdevice_attribute = types.SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN="optin",
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major",
+    )
     CUfunction_attribute = types.SimpleNamespace(
         CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic",
         CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT="carveout",
     )
+    CUlaunchAttribute, CUlaunchConfig, CUstream = FakeAttribute, types.SimpleNamespace, int
+    CUlaunchAttributeID = types.SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="early")
 
-    def __init__(self):
+    def __init__(self, capability=8):
         self.calls = []
         self.failures = {}
+        self.numbers = {"optin": 232448, "major": capability}
 
     def __getattr__(self, name):
         def call(*arguments):
-            if name == "cuLaunchKernel":
+            results = RESULTS.get(name, ())
+            if name == "cuDeviceGetAttribute":
+                results = (self.numbers[arguments[0]],)
+            if name in ("cuLaunchKernel", "cuLaunchKernelEx"):
                 *arguments, parameters, _ = arguments
                 address = ctypes.c_void_p.from_address(parameters).value
                 arguments.append(ctypes.string_at(address, ctypes.sizeof(Arguments)))
             self.calls.append((name, *arguments))
             failures = self.failures.get(name)
-            return (failures.pop(0) if failures else 0, *RESULTS.get(name, ()))
+            return (failures.pop(0) if failures else 0, *results)
 
         return call
 
@@ -515,11 +533,129 @@ def test_a_failed_launch_says_what_failed(kernel, driver):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in RESULTS if "Error" not in name and "Occup" not in name])
+@pytest.mark.parametrize(
+    "name", ["cuDeviceGetAttribute", *(name for name in RESULTS if "Error" not in name and "Occup" not in name)]
+)
 def test_a_failed_load_says_what_failed(driver, name):
     driver.failures[name] = [1]
     with pytest.raises(RuntimeError, match=rf"^scale of scale\.cu .*: {name} failed with CUDA_ERROR_INVALID_VALUE"):
         Kernel(scale(), Binary(b"image", 8, 0, 0, 0, 0, ""), 0, driver)
+
+
+@pytest.fixture
+def early_driver(monkeypatch):
+    """Of a GPU that launches kernels early."""
+    monkeypatch.setattr(dependent, "wanted", True)
+    monkeypatch.setattr(dependent, "_refused", False)
+    return FakeDriver(capability=9)
+
+
+@pytest.fixture
+def early_kernel(early_driver):
+    kernel = Kernel(scale(), Binary(b"image", 8, 0, 0, 0, 0, ""), 0, early_driver)
+    early_driver.calls.clear()
+    return kernel
+
+
+def test_launching_early(early_kernel, early_driver):
+    first, second = Arguments(0x7F00DEADBEEF, 5), Arguments(1, 2)
+    early_kernel.launch(7, 256, 100_000, first, 0x1234)
+    early_kernel.launch((2, 3, 4), 128, 0, bytes(second), 0)
+    early_kernel.launch(7, 256, 100_000, second, 0x1234)
+    early_kernel.launch(7, 256, 100_000, second, 0x5678)
+    assert early_driver.names() == ["cuLaunchKernelEx"] * 4
+    made = [configuration for _, configuration, _, _ in early_driver.calls]
+    assert [call[2:] for call in early_driver.calls] == [
+        ("function", bytes(values)) for values in (first, second, second, second)
+    ]
+    assert made[0] is made[2]
+    shapes = [(7, 1, 1, 256, 100_000, 0x1234), (2, 3, 4, 128, 0, 0), (7, 1, 1, 256, 100_000, 0x5678)]
+    for one, (x, y, z, threads, shared_bytes, stream) in zip((made[0], made[1], made[3]), shapes, strict=True):
+        assert (one.gridDimX, one.gridDimY, one.gridDimZ) == (x, y, z)
+        assert (one.blockDimX, one.blockDimY, one.blockDimZ) == (threads, 1, 1)
+        assert (one.sharedMemBytes, one.hStream, one.numAttrs) == (shared_bytes, stream, 1)
+        (attribute,) = one.attrs
+        assert attribute.id == "early"
+        assert attribute.value.programmaticStreamSerializationAllowed == 1
+
+
+@pytest.mark.parametrize(("capability", "early"), [(8, False), (9, True), (12, True)])
+def test_what_launches_early(early_driver, capability, early):
+    early_driver.numbers["major"] = capability
+    kernel = Kernel(scale(), Binary(b"image", 8, 0, 0, 0, 0, ""), 0, early_driver)
+    kernel.launch(1, 32, 0, Arguments(), 0)
+    assert early_driver.names()[-1] == ("cuLaunchKernelEx" if early else "cuLaunchKernel")
+
+
+def test_early_launches_can_be_turned_off(early_kernel, early_driver):
+    for on in (False, True):
+        with dependent.dependent_launches(on):
+            early_kernel.launch(1, 32, 0, Arguments(), 0)
+    early_kernel.launch(1, 32, 0, Arguments(), 0)
+    assert early_driver.names() == ["cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchKernelEx"]
+
+
+def test_an_early_launch_without_a_context_makes_one_current(early_kernel, early_driver):
+    early_driver.failures["cuLaunchKernelEx"] = [201]
+    early_kernel.launch(1, 32, 0, Arguments(), 0)
+    early_kernel.launch(1, 32, 0, Arguments(), 0)
+    around = ["cuCtxPushCurrent", "cuLaunchKernelEx", "cuCtxPopCurrent"]
+    assert early_driver.names() == ["cuLaunchKernelEx", *around, "cuLaunchKernelEx"]
+
+
+def test_a_driver_that_refuses_early_launches_is_not_asked_again(early_kernel, early_driver):
+    early_driver.failures["cuLaunchKernelEx"] = [801, 801]
+    early_kernel.launch(1, 32, 0, Arguments(3, 4), 0)
+    around = ["cuCtxPushCurrent", "cuLaunchKernelEx", "cuLaunchKernel", "cuCtxPopCurrent"]
+    assert early_driver.names() == ["cuLaunchKernelEx", *around]
+    assert early_driver.calls[3][-1] == bytes(Arguments(3, 4))
+    early_driver.calls.clear()
+    early_kernel.launch(1, 32, 0, Arguments(), 0)
+    with dependent.dependent_launches(True):
+        early_kernel.launch(1, 32, 0, Arguments(), 0)
+    Kernel(scale(), Binary(b"image", 8, 0, 0, 0, 0, ""), 0, early_driver).launch(1, 32, 0, Arguments(), 0)
+    assert early_driver.names().count("cuLaunchKernel") == 3
+    assert "cuLaunchKernelEx" not in early_driver.names()
+
+
+def test_refused_while_they_are_asked_for(early_kernel, early_driver):
+    early_driver.failures["cuLaunchKernelEx"] = [801, 801]
+    with dependent.dependent_launches(True):
+        early_kernel.launch(1, 32, 0, Arguments(), 0)
+    early_kernel.launch(1, 32, 0, Arguments(), 0)
+    assert early_driver.names().count("cuLaunchKernelEx") == 2
+
+
+def test_a_launch_that_fails_in_any_way_refuses_nothing(early_kernel, early_driver):
+    early_driver.failures |= {"cuLaunchKernelEx": [1, 1], "cuLaunchKernel": [1]}
+    with pytest.raises(RuntimeError, match=r"cuLaunchKernel failed with CUDA_ERROR_INVALID_VALUE: .* 2048 threads"):
+        early_kernel.launch(1, 2048, 0, Arguments(), 0)
+    assert early_driver.names().count("cuCtxPopCurrent") == 1
+    early_kernel.launch(1, 32, 0, Arguments(), 0)
+    assert early_driver.names()[-1] == "cuLaunchKernelEx"
+
+
+def test_configurations_are_not_kept_without_end(early_driver):
+    configurations = dependent.Configurations(early_driver)
+    first = configurations[1, 1, 1, 32, 0, 0]
+    for stream in range(dependent.MOST_SHAPES - 1):
+        configurations[1, 1, 1, 32, 0, stream]
+    assert configurations[1, 1, 1, 32, 0, 0] is first
+    for stream in range(dependent.MOST_SHAPES + 1):
+        assert configurations[1, 1, 1, 32, 0, stream].hStream == stream
+    assert len(configurations) < dependent.MOST_SHAPES
+
+
+@needs_nvrtc
+def test_a_configuration_of_the_real_bindings():
+    bindings = compiler._driver()
+    made = dependent.Configurations(bindings)[5, 2, 1, 256, 4096, 0x1234]
+    assert (made.gridDimX, made.gridDimY, made.gridDimZ, made.blockDimX) == (5, 2, 1, 256)
+    assert (made.sharedMemBytes, int(made.hStream), made.numAttrs) == (4096, 0x1234, 1)
+    (attribute,) = made.attrs
+    names = bindings.CUlaunchAttributeID
+    assert attribute.id == names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert attribute.value.programmaticStreamSerializationAllowed == 1
 
 
 def test_occupancy_is_asked_once(kernel, driver):

@@ -203,6 +203,7 @@ def test_fragments(entry, dtype, order):
         (17, "division by zero"),
         (18, "warp . waits at block_barrier at mistakes.cu:.*, but warp . at block_barrier"),
         (19, "access to address .*, where there is no memory"),
+        (20, "take_turn is called 32 times by 64 threads"),
     ],
 )
 def test_errors(how, message, order):

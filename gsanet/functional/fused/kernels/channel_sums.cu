@@ -16,6 +16,7 @@ KERNEL(THREADS, BLOCKS) channel_sums(const Arguments arguments) {
   float centre[WIDTH], sums[2 * WIDTH];
 #pragma unroll
   for (int i = 0; i < WIDTH; ++i) centre[i] = sums[i] = sums[WIDTH + i] = 0.f;
+  take_turn();
   if (place.used) load_floats(centre, arguments.centre + place.first);
   const void* const maps[1] = {arguments.x};
   for_each_row<4>(place, maps, arguments.rows, arguments.channels, [&](const Group(&groups)[1]) {

@@ -202,6 +202,7 @@ KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
   const int first_head = block_row() * HEADS;
 
   fill_with_zeros(shared, TILES);
+  take_turn();
   block_barrier();
   // LENGTH pixels from `first` on, zeros for those that do not exist.
   auto fetch = [&](int first, int stage) {
@@ -296,6 +297,7 @@ KERNEL(THREADS, BLOCKS) context_combine(const Arguments arguments) {
   const int image = block_index() / arguments.heads, head = block_index() % arguments.heads;
   const long long channels = static_cast<long long>(arguments.heads) * KEY;
   const int i = block_row() * THREADS + thread_index(), key = i / VALUE_WIDTH, value = i % VALUE_WIDTH;
+  take_turn();
   if (key >= QUERY_WIDTH) return;
   float result = 0.f;
   if (key < KEY && value < VALUE) {
@@ -329,6 +331,7 @@ KERNEL(THREADS, BLOCKS) context_combine(const Arguments arguments) {
 KERNEL(THREADS, BLOCKS) context_gradient(const Arguments arguments) {
   const int image = block_index() / arguments.heads, head = block_index() % arguments.heads;
   const long long start = static_cast<long long>(block_index()) * QUERY_WIDTH * VALUE_WIDTH;
+  take_turn();
   // A warp for each key, so that the sum over values is one of lanes.
   for (int key = warp_index(); key < QUERY_WIDTH; key += WARPS) {
     const long long own = (static_cast<long long>(image) * arguments.heads + head) * KEY + key;

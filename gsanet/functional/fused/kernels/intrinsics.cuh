@@ -27,6 +27,16 @@ DEVICE int anew(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+// Waits until all kernels before this one have finished and what they wrote is there, then lets the next one be set up. A
+// kernel may be launched while the one before it runs (../dependent.py), so each of its threads calls this once, before it
+// touches memory that is not the block's own, or returns. In this order: whoever is set up knows that all is finished but
+// the one kernel before it.
+DEVICE void take_turn() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 DEVICE void block_barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }

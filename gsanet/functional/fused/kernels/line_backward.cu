@@ -26,6 +26,7 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
   const int warp = warp_index(), row = lane_index() / 4, column = lane_index() % 4 * 2;
 
   fill_with_zeros(shared, TABLE);
+  take_turn();
   copy_table(table, arguments.rel);
   block_barrier();
   Windows windows;

@@ -47,6 +47,7 @@ KERNEL(THREADS, BLOCKS) line_backward_pieces(const Arguments arguments) {
 
   fill_with_zeros(shared, TABLE);
   fill_with_zeros(window, WINDOW_FLOATS);
+  take_turn();
   for (int i = thread_index(); i < rows * KEY; i += THREADS) d_rel[i] = 0.f;
   block_barrier();
 

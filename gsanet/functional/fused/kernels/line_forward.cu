@@ -2,7 +2,8 @@
 //
 // On the way in the values may be normalised (NORM_VALUES: a scale and a shift for each channel); on the way out content
 // attention may be added (CONTENT: q times the image's context vectors), 2 x 2 pixels averaged (POOL), a scale, a shift
-// and a ReLU applied (FINISH), and each channel's sum and sum of squares taken (STATISTICS).
+// and a ReLU applied (FINISH), and each channel's sum and sum of squares taken (STATISTICS). EARLY_TABLE: the embeddings were
+// there before the kernel before this one began, and are read while that one still runs.
 #include "scores.cuh"
 
 constexpr int VALUE_WIDTH = padded(VALUE);
@@ -198,7 +199,9 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
   const int warp = warp_index();
 
   fill_with_zeros(shared, TABLE);
-  copy_table(table, arguments.rel);
+  if constexpr (EARLY_TABLE) copy_table(table, arguments.rel);
+  take_turn();
+  if constexpr (!EARLY_TABLE) copy_table(table, arguments.rel);
   block_barrier();
   Windows windows;
   if constexpr (WINDOWS_IN_REGISTERS) windows.load(table);

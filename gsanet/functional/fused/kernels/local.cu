@@ -80,6 +80,7 @@ KERNEL(THREADS, BLOCKS) local_scores(const Arguments arguments) {
   const Field &inner = arguments.inner, &outer = arguments.outer;
   const long long first = static_cast<long long>(block_index()) * THREADS;
   const Unit unit(arguments, inner, first + thread_index());
+  take_turn();
   if (unit.exists) {
     float query[ACCESSES][ACCESS];
 #pragma unroll
@@ -112,6 +113,7 @@ KERNEL(THREADS, BLOCKS) local_mix(const Arguments arguments) {
   const Field &inner = arguments.inner, &outer = arguments.outer;
   const long long index = static_cast<long long>(block_index()) * THREADS + thread_index(), number = index / ACCESSES;
   const Unit unit(arguments, inner, number);
+  take_turn();
   if (!unit.exists) return;
   const int own = static_cast<int>(index % ACCESSES) * ACCESS;
   const T* const weights = arguments.weights + number * OFFSETS;
@@ -136,6 +138,7 @@ KERNEL(THREADS, BLOCKS) local_spread(const Arguments arguments) {
   const Field &inner = arguments.inner, &outer = arguments.outer;
   const long long index = static_cast<long long>(block_index()) * THREADS + thread_index();
   const Unit unit(arguments, outer, index / ACCESSES);
+  take_turn();
   if (!unit.exists) return;
   const int own = static_cast<int>(index % ACCESSES) * ACCESS, stride = arguments.stride;
   float sums[ACCESS] = {};

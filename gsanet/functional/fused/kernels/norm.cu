@@ -26,6 +26,7 @@ KERNEL(THREADS, BLOCKS) norm_statistics(const Arguments arguments) {
   SHARED_MEMORY(memory);
   const int channel = block_index() * 32 + lane_index(), channels = arguments.channels;
   float sums[2];
+  take_turn();
   if (!add_blocks(arguments, channel, sums, reinterpret_cast<float*>(memory))) return;
   const float distance = sums[0] / arguments.count, mean = arguments.centre[channel] + distance;
   float variance = sums[1] / arguments.count - distance * distance;
@@ -43,6 +44,7 @@ KERNEL(THREADS, BLOCKS) norm_gradient(const Arguments arguments) {
   SHARED_MEMORY(memory);
   const int channel = block_index() * 32 + lane_index(), channels = arguments.channels;
   float sums[2];
+  take_turn();
   if (!add_blocks(arguments, channel, sums, reinterpret_cast<float*>(memory))) return;
   const float d_bias = sums[0], d_weight = sums[1];
   const float scale = arguments.applied[channel], mean = arguments.applied[2 * channels + channel];

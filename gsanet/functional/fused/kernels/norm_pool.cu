@@ -150,6 +150,7 @@ DEVICE void write_window(const Arguments& arguments, const Walk& walk, int row, 
 
 KERNEL(THREADS, BLOCKS) norm_pool(const Arguments arguments) {
   const Walk walk(arguments);
+  take_turn();
   if (!walk.used) return;
   Group signs = {};
   Word zeros = 0;  // a bit for each channel
@@ -192,6 +193,7 @@ KERNEL(THREADS, BLOCKS) norm_pool_sums(const Arguments arguments) {
   const Place place(arguments.groups, arguments.channels);
   float scale[WIDTH] = {}, shift[WIDTH] = {}, mean[WIDTH] = {}, sums[2 * WIDTH] = {};
   const float* applied = arguments.applied + place.first;
+  take_turn();
   if (place.used) {
     load_floats(scale, applied);
     load_floats(shift, applied + arguments.channels);
@@ -242,6 +244,7 @@ struct Window {
 // them are this one, the next in the row, and the two below these.
 KERNEL(THREADS, BLOCKS) norm_pool_gradient(const Arguments arguments) {
   const Walk walk(arguments);
+  take_turn();
   if (!walk.used) return;
   float a[WIDTH], b[WIDTH], c[WIDTH];
   load_floats(a, arguments.coefficients + walk.first);

@@ -12,6 +12,7 @@ KERNEL(THREADS, BLOCKS) table_gradient(const Arguments arguments) {
   SHARED_MEMORY(memory);
   const int column = block_index() * 32 + lane_index();
   float sums[1];
+  take_turn();
   if (!add_rows(sums, arguments.partial + column, 0, arguments.blocks, arguments.columns, column < arguments.columns,
                 reinterpret_cast<float*>(memory)))
     return;

@@ -66,6 +66,7 @@ DEVICE float bits_float(Word bits) {
 #define HOST_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 DEVICE int anew(int value) { return value; }
+DEVICE void take_turn() { ++host::machine.turns; }  // the host runs one kernel at a time
 DEVICE void block_barrier(HOST_SITE) { host::wait_for_block({"block_barrier", file, line}); }
 
 DEVICE void warp_barrier(HOST_SITE) {

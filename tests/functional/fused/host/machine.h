@@ -91,6 +91,7 @@ struct Machine {
   Launch launch;
   int block_x, block_y;
   uint32_t phase;  // barriers of blocks passed, of all blocks and launches
+  int turns;       // calls of take_turn in this block
   Warp* warps;
   unsigned char* stacks;
   Fiber* current;
@@ -342,6 +343,7 @@ inline void run_block() {
     }
   }
   ++machine.phase;
+  machine.turns = 0;
   std::vector<int> order = count_to(warps);
   put_in_order(order);
   while (true) {
@@ -364,6 +366,8 @@ inline void run_block() {
     for (int w = 0; w < warps; ++w) release(machine.warps[w]), machine.warps[w].state = Warp::RUNNABLE;
     if (machine.launch.order == RANDOM) put_in_order(order);
   }
+  if (machine.turns != 0 && machine.turns != machine.launch.threads)
+    fail("take_turn is called %d times by %d threads", machine.turns, machine.launch.threads);
   check_guard(memory_and_guards, GUARD);
   check_guard(shared_memory + shared_bytes, GUARD);
   for (int t = 0; t < machine.launch.threads; ++t)

@@ -47,6 +47,7 @@ KERNEL(64, 1) errors(Arguments arguments) {
       block_barrier();
   }
   if (how == 19) value = arguments.values[64];
+  if (how != 20 || thread % 2) take_turn();
   arguments.values[thread] = value;
 }
 
