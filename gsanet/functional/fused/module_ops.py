@@ -261,19 +261,25 @@ def _attention_map_inference(
         content: Whether content attention is on.
         stride: 1, or 2: average 2 x 2 pixels.
     """
-    on_chip = project_on_chip(x, weight, heads, dim_key, content)
-    if on_chip is not None:
-        q, v, vectors = on_chip
-        context, wait = vectors.turned, lambda: None
-    else:
-        q, k, v = split(project(x, weight), x, heads, dim_key, content)
-        context, wait = start_beside(lambda: None if k is None else calls.context_vectors(k, v).turned, x)
+    q, v, context, wait = _project_beside(x, weight, heads, dim_key, content)
     column = calls.attend(q, v, rel_column.contiguous(), "column").out
     wait()
     out = calls.attend(
         q, column, rel_row.contiguous(), "row", norm=norm, context=context, finish=finish, pool=stride == 2
     ).out  # fmt: skip
     return to_feature_map(out)
+
+
+def _project_beside(
+    x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Callable[[], None]]:
+    """Maps as large as x, q and v; the context vectors; and what has the current stream wait for these."""
+    on_chip = project_on_chip(x, weight, heads, dim_key, content)
+    if on_chip is not None:
+        return on_chip.q, on_chip.v, on_chip.vectors.turned, lambda: None
+    q, k, v = split(project(x, weight), x, heads, dim_key, content)
+    context, wait = start_beside(lambda: None if k is None else calls.context_vectors(k, v).turned, x)
+    return q, v, context, wait
 
 
 def _prepare_inference(*arguments: Any) -> None:

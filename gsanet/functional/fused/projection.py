@@ -17,7 +17,7 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def project_on_chip(x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool) -> calls.Projected | None:
-    """q and v, maps as large as x, and the context vectors, all by one kernel; None where it is not the plan."""
+    """By one kernel: q and v, maps as large as x, and the context vectors; None where that is not the plan."""
     batch, channels, height, width = x.shape
     if not content or channels >= KEPT or dim_key != channels or weight.shape[0] != 3 * channels:
         return None
@@ -27,7 +27,7 @@ def project_on_chip(x: Tensor, weight: Tensor, heads: int, dim_key: int, content
 def project_heads(
     x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool
 ) -> tuple[Tensor, Tensor, calls.ContextVectors, Tensor]:
-    """q and v, maps as large as x, the context vectors, and what is `kept` of q, k and v."""
+    """Maps as large as x, q and v; the context vectors; and what is `kept` of q, k and v."""
     on_chip = project_on_chip(x, weight, heads, dim_key, content)
     if on_chip is not None:
         return *on_chip, x.new_empty(0)

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from gsanet.functional.fused.compiler import specialise
 from gsanet.functional.fused.plan.context import plan_combination
-from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine, Shape, round_up
+from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine, Shape
 
-# Where one kernel is the plan: by channels of the map, how many pixels it may have. Everywhere else a matrix product and
-# the kernel of `plan_context` do the same: `python benchmarks/plans.py --projection` times both.
+# Where one kernel is the plan: by channels of a map, how many pixels it may have. Everywhere else a matrix product
+# and the kernel of `plan_context` do the same; `python benchmarks/plans.py --projection` times both.
 ON_CHIP = {64: range(256, 2**31), 128: range(256, 2**31)}
 
 
@@ -46,16 +46,14 @@ def plan_projection(machine: Machine, shape: Shape, pixels: int, images: int) ->
     if shape.key != shape.value or shape.key not in (8, 16):
         return None
     cut = CUTS[channels]
-    slots = machine.multiprocessors * cut.blocks
-    if images * pixels < 2 * cut.length * slots:
+    sets = cut.warps * 16 // channels
+    rows = cut.length + max(cut.length, 3 * channels)  # pixels, and where more of them will be, the weight
+    left = 4 * sets * channels * (shape.value + 2)  # of an image, by its warps
+    shared = rows * shape.odd_stride(channels) * shape.size + left
+    slots = machine.multiprocessors * min(cut.blocks, machine.blocks_of(shared))
+    if shared > machine.shared_memory or images * pixels < 2 * cut.length * slots:
         return None
     pieces = _pieces(images, -(-pixels // cut.length), slots)
-    sets = cut.warps * 16 // channels
-    shared = (cut.length + max(cut.length, 3 * channels)) * shape.odd_stride(channels) * shape.size
-    if pieces == 1:
-        shared += 4 * sets * channels * (shape.value + 2)  # what warps leave of an image
-    if shared > machine.shared_memory:
-        return None
     constants: dict[str, int | str] = {
         "SCALAR": SCALARS[shape.dtype],
         "LENGTH": cut.length,
@@ -71,7 +69,7 @@ def plan_projection(machine: Machine, shape: Shape, pixels: int, images: int) ->
     }
     kernel = specialise("projection.cu", "project_with_context", **constants)
     items = images * pieces
-    launches = [Launch(kernel, (min(items, slots), 1), 32 * cut.warps, round_up(shared, 16))]
+    launches = [Launch(kernel, (min(items, slots), 1), 32 * cut.warps, shared)]
     if pieces > 1:
         launches.append(plan_combination(shape, images, softmax=True))
     return Projection(tuple(launches), pieces, pieces * sets)
