@@ -288,6 +288,9 @@ def test_maps_and_weights_that_are_not_at_16_bytes(small):
         found = calls.project_with_context(wide[..., 8:72], weight, 8)
         assert same_bits(flat(found), flat(expected))
         assert calls.project_with_context(wide[..., 4:68], weight, 8) is None
+        planes = torch.zeros(1, 64, 24, 24, dtype=BF16, device=small.device).permute(0, 2, 3, 1)
+        assert calls.project_with_context(planes.contiguous(), weight, 8) is not None
+        assert calls.project_with_context(planes, weight, 8) is None
         shifted = torch.zeros(192 * 64 + 1, dtype=BF16, device=small.device)[1:].view(192, 64)
         assert calls.project_with_context(x, shifted, 8) is None
         turned = weight.T.contiguous().T
