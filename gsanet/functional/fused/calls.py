@@ -387,7 +387,7 @@ def project_with_context(x: Tensor, weight: Tensor, heads: int) -> Projected | N
     """The projections of a map, and softmax(k)^T v over the pixels of each image, in one kernel that does not write k.
 
     Args:
-        x: (batch, x, y, channel), its pixels one after the other at one distance.
+        x: (batch, x, y, channel), channels side by side and pixels one after the other, at one distance.
         weight: The projections of q, k and v, stacked, each with as many channels as x.
         heads: Number of heads.
 
@@ -395,8 +395,6 @@ def project_with_context(x: Tensor, weight: Tensor, heads: int) -> Projected | N
         The results, or None where one kernel is not the plan.
     """
     batch, height, width, channels = x.shape
-    if x.stride(3) != 1:  # one image, its channels one after the other: a matrix product takes it as it is
-        return None
     weight = weight.contiguous()
     like = x.unflatten(3, (heads, -1))
     shape = shape_of(like, like, weight.view(1, 1, 3 * channels, heads, -1))

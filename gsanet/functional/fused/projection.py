@@ -18,10 +18,12 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
 
 def project_on_chip(x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool) -> calls.Projected | None:
     """By one kernel: q and v, maps as large as x, and the context vectors; None where that is not the plan."""
-    batch, channels, height, width = x.shape
-    if not content or channels >= KEPT or dim_key != channels or weight.shape[0] != 3 * channels:
+    channels, maps = x.shape[1], x.permute(0, 2, 3, 1)
+    if not content or channels >= KEPT or dim_key != channels or not maps.is_contiguous():
         return None
-    return calls.project_with_context(_pixels(x).view(batch, height, width, channels), weight, heads)
+    if weight.shape != (3 * channels, channels) or weight.dtype != x.dtype:
+        return None
+    return calls.project_with_context(maps, weight, heads)
 
 
 def project_heads(

@@ -117,7 +117,8 @@ DEVICE void add_pixels(Unit& unit, const LeftTile& left, const RightTile& right,
 #pragma unroll 2
     for (int pixel = 0; pixel < count; pixel += DEPTH) {
       auto keys = keys_of(pixel);
-      change_keys<KEY_HALVES>(keys, [&](float value, int half) { return unit.largest[half] = larger(unit.largest[half], value), value; });
+      change_keys<KEY_HALVES>(
+          keys, [&](float value, int half) { return unit.largest[half] = larger(unit.largest[half], value), value; });
     }
 #pragma unroll
     for (int half = 0; half < KEY_HALVES; ++half) {
@@ -264,8 +265,9 @@ KERNEL(THREADS, BLOCKS) context_combine(const Arguments arguments) {
   float result = 0.f;
   if (key < KEY && value < VALUE) {
     const long long own = image * arguments.pieces * channels + head * KEY + key;
-    const Combined combined = combine_pieces(arguments.maxima + own, arguments.sums + own,
-                                             arguments.partial + own * VALUE + value, arguments.pieces, channels, channels * VALUE);
+    const Combined combined =
+        combine_pieces(arguments.maxima + own, arguments.sums + own, arguments.partial + own * VALUE + value,
+                       arguments.pieces, channels, channels * VALUE);
     result = combined.result;
     if (value == 0) {
       arguments.key_max[image * channels + head * KEY + key] = combined.largest;

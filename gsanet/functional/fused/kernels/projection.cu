@@ -88,7 +88,8 @@ struct Unit {
           largest[half] = maximum(largest[half], maximum(numbers[i][j][0], numbers[i][j][1]));
       largest[half] = combine_row(largest[half], maximum);
       offset[half] = -LOG2_E * largest[half];
-      const float factor = power_of_two(multiply_then_add(before, LOG2_E, offset[half]));  // what was there is about a smaller key
+      // What was there is about a smaller key.
+      const float factor = power_of_two(multiply_then_add(before, LOG2_E, offset[half]));
 #pragma unroll
       for (int i = half * 2; i < half * 2 + 2; ++i) sums[0][i] *= factor, sums[1][i] *= factor, total[i] *= factor;
     }
@@ -194,7 +195,7 @@ struct Stretch {
   }
 };
 
-// In the background: rows of CHANNELS, `count` of LENGTH in all or of ROWS, zeros for the others.
+// From global to shared memory in the background: ROWS rows of channels, of which `count` exist; the others become zeros.
 template <int ROWS>
 DEVICE void fetch(T* to, const T* from, int stride, int count) {
   constexpr int PER_ROW = CHANNELS / ACCESS;
@@ -259,9 +260,10 @@ KERNEL(THREADS, BLOCKS) project_with_context(const Arguments arguments) {
     }
     if (next.item != stretch.item) {
       float* const left = reinterpret_cast<float*>(shared + TILES);
-      float* const partial = WHOLE ? left : arguments.partial + static_cast<long long>(stretch.item) * SETS * CHANNELS * VALUE;
-      float* const maxima = WHOLE ? left + SETS * CHANNELS * VALUE : arguments.maxima + static_cast<long long>(stretch.item) * SETS * CHANNELS;
-      float* const sums = WHOLE ? maxima + SETS * CHANNELS : arguments.sums + static_cast<long long>(stretch.item) * SETS * CHANNELS;
+      const long long own = WHOLE ? 0 : static_cast<long long>(stretch.item) * SETS * CHANNELS;
+      float* const partial = (WHOLE ? left : arguments.partial) + own * VALUE;
+      float* const maxima = (WHOLE ? left + SETS * CHANNELS * VALUE : arguments.maxima) + own;
+      float* const sums = (WHOLE ? left + SETS * CHANNELS * (VALUE + 1) : arguments.sums) + own;
       unit.write(partial + set * CHANNELS * VALUE, maxima + set * CHANNELS, sums + set * CHANNELS, first_channel);
       unit = Unit{};
       if constexpr (WHOLE) {
