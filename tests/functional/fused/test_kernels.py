@@ -978,20 +978,24 @@ def test_projection_with_context_on_gpu(gpu, dtype, batch, size, channels):
         q, k, v = (x @ weight.T).unflatten(3, (3, 8, -1)).unbind(3)
         vectors = calls.context_vectors(k, v)
     assert same_bits([found.q, found.v, *found.vectors], [again.q, again.v, *again.vectors])
-    for value, usual in zip([found.q, found.v, *found.vectors], [q, v, *vectors], strict=True):
-        apart = (value.float() - usual.float()).abs().amax(tuple(range(1, value.ndim)))  # of each image
-        assert apart.max() <= 2 * TOLERANCE[dtype] * usual.float().abs().max()
+
+    def results(q, v, vectors):
+        """A largest key that is rounded the other way changes 1 / sum, and not the logarithm of the sum of all."""
+        return [q, v, *vectors[:3], vectors.key_max - vectors.key_inverse.log()]
+
+    for value, usual in zip(results(*found), results(q, v, vectors), strict=True):
+        apart = (value.float() - usual.float()).abs().max()
+        assert apart <= TOLERANCE[dtype] * usual.float().abs().max()
 
 
-@pytest.mark.parametrize(("dim", "size", "stride"), [(64, 56, 1), (128, 56, 2), (128, 28, 1)])
-def test_projection_with_context_in_modules_on_gpu(gpu, monkeypatch, dim, size, stride):
+@pytest.mark.parametrize(("batch", "dim", "size", "stride"), [(64, 64, 56, 1), (64, 128, 56, 2), (128, 128, 28, 1)])
+def test_projection_with_context_in_modules_on_gpu(gpu, monkeypatch, batch, dim, size, stride):
     """Training and inference, also as a CUDA graph, give what they give with k in memory."""
     module = make_module(BF16, dim, (size, size), stride=stride).cuda()
-    x = normal(128, dim, size, size, dtype=BF16).to("cuda", memory_format=torch.channels_last)
-    d_out = normal(128, dim, size // stride, size // stride, dtype=BF16, seed=1).cuda()
-    folded = gsanet.fuse_for_inference(
-        nn.Sequential(copy.deepcopy(module), nn.BatchNorm2d(dim), nn.ReLU()).cuda().to(BF16).eval()
-    )
+    x = normal(batch, dim, size, size, dtype=BF16).to("cuda", memory_format=torch.channels_last)
+    d_out = normal(batch, dim, size // stride, size // stride, dtype=BF16, seed=1).cuda()
+    block = nn.Sequential(copy.deepcopy(module), nn.BatchNorm2d(dim), nn.ReLU()).to("cuda", BF16).eval()
+    folded = gsanet.fuse_for_inference(block)
 
     def run():
         found = step(copy.deepcopy(module).train(), x, d_out)
@@ -1000,21 +1004,22 @@ def test_projection_with_context_in_modules_on_gpu(gpu, monkeypatch, dim, size, 
 
     with gpu.running():
         found = run()
-        if "project_with_context" not in gpu.entries:
-            pytest.skip("here it is not the plan")
-        with torch.inference_mode():
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                replayed = folded(x)
-            graph.replay()
-            assert torch.equal(replayed, found["inference"])
-        monkeypatch.setattr(projection_plans, "ON_CHIP", {})
-        plan_projection.cache_clear()
-        gpu.launched.clear()
+    if "project_with_context" not in gpu.entries:
+        pytest.skip("here it is not the plan")
+    with gpu.running(poison=False), torch.inference_mode():
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = folded(x)
+        graph.replay()
+        assert torch.equal(replayed, found["inference"])
+    monkeypatch.setattr(projection_plans, "ON_CHIP", {})
+    plan_projection.cache_clear()
+    gpu.launched.clear()
+    with gpu.running():
         usual = run()
-        plan_projection.cache_clear()
-        assert "project_with_context" not in gpu.entries
+    plan_projection.cache_clear()
+    assert "project_with_context" not in gpu.entries
     for name, value in found.items():
         check_close(name, value.float(), usual[name].float(), BF16)
 
