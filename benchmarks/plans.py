@@ -1,9 +1,11 @@
 """Every way to cut the lines of a map into blocks, timed: what `gsanet.functional.fused.plan.lines` should choose.
 
     python benchmarks/plans.py --maps 56x56x64 28x28x128 --batch 256
+    python benchmarks/plans.py --projection --maps 56x56x64 56x56x128 28x28x128 32x32x64x512 16x16x128x512
 
 For each map and each kernel it prints the time of the plan in use, and of the faster ones among all that fit. A cut is
-heads x lines of a block, then warps of a block, then blocks on a multiprocessor.
+heads x lines of a block, then warps of a block, then blocks on a multiprocessor. With `--projection` it is about the
+projection and the context vectors instead, in two kernels or in one (`projections.py`), and compares their results.
 """
 
 import argparse
@@ -16,6 +18,7 @@ from unittest import mock
 
 import torch
 from measure import Graphed
+from projections import compare
 from torch import Tensor
 
 from gsanet.bench import milliseconds, one_line
@@ -117,15 +120,24 @@ def planned(run: Run) -> Launch | None:
 def main() -> None:
     """Time all cuts of all kernels."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--maps", nargs="+", default=["56x56x64", "28x28x128", "14x14x256", "7x7x512"])
+    parser.add_argument(
+        "--maps",
+        nargs="+",
+        default=["56x56x64", "28x28x128", "14x14x256", "7x7x512"],
+        help="height x width x channels; a fourth number is the batch",
+    )
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--pool", action="store_true", help="the module averages 2 x 2 pixels")
     parser.add_argument("--show", type=int, default=3, help="so many of the fastest; 0: only the plan in use")
+    parser.add_argument("--projection", action="store_true", help="the projection, for 64 and 128 channels")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     for text in options.maps:
-        height, width, channels = map(int, text.split("x"))
-        for name, run in kernels(height, width, channels, options.batch, options.pool).items():
+        height, width, channels, batch = (*map(int, text.split("x")), options.batch)[:4]
+        if options.projection:
+            compare("x".join(text.split("x")[:3]), height, width, channels, batch, options.show)
+            continue
+        for name, run in kernels(height, width, channels, batch, options.pool).items():
             found: dict[Cut, Launch] = {}
             length = height if name.startswith("column") else width
             for cut in cuts("gradient" in name, length) if name in LINES and options.show else ():

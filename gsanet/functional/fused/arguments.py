@@ -41,6 +41,14 @@ Context: Any = _structure(
     pixels=c_int, width=c_int, pieces=c_int, heads=c_int,
 )  # fmt: skip
 
+Projection: Any = _structure(
+    "Projection",
+    x=Map, weight=c_void_p, projected=c_void_p,
+    partial=c_void_p, maxima=c_void_p, sums=c_void_p, context=c_void_p, turned=c_void_p,
+    key_max=c_void_p, key_inverse=c_void_p,
+    pixels=c_int, pieces=c_int, items=c_int,
+)  # fmt: skip
+
 Norm: Any = _structure(
     "Norm",
     partial=c_void_p, centre=c_void_p, weight=c_void_p, bias=c_void_p, applied=c_void_p, coefficients=c_void_p,

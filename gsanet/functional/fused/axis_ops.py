@@ -19,10 +19,9 @@ from gsanet.functional.fused import calls
 from gsanet.functional.fused.prepared import prepared_operator
 from gsanet.functional.fused.projection import (
     empty_results,
-    kept,
-    no_context,
     project,
     project_gradient,
+    project_heads,
     split,
 )
 
@@ -76,12 +75,10 @@ def _attention_map(
         The output, the four tensors of the context vectors, and q, k and v in one tensor (pixels, channels), or nothing
         (see `kept`).
     """
-    projected = project(x, weight)
-    q, k, v = split(projected, x, heads, dim_key, content)
-    vectors = no_context(x) if k is None else calls.context_vectors(k, v)
+    q, v, vectors, projected = project_heads(x, weight, heads, dim_key, content)
     context = vectors.turned if content else None
     out = calls.attend(q, v, rel.contiguous(), _axis(axis), context=context, finish=finish, pool=stride == 2).out
-    return to_feature_map(out), *vectors, kept(projected, x)
+    return to_feature_map(out), *vectors, projected
 
 
 attention_map = _operator("gsanet::attention_map_of_one_axis", _attention_map)

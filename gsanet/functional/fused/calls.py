@@ -24,6 +24,7 @@ from gsanet.functional.fused.plan import (
     plan_line,
     plan_norm,
     plan_pool,
+    plan_projection,
     plan_sums,
     plan_table,
 )
@@ -353,10 +354,7 @@ def _sum_over_pixels(left: Tensor, right: Tensor, *, softmax: bool, pool: bool, 
     plans = plan_context(_machine(left), shape, height * width, batch, softmax=softmax, pool=pool)
     pieces = plans[0].grid[0] // batch
     if pieces > 1:
-        tensors["partial"] = left.new_empty(batch * pieces, heads, shape.key, shape.value, dtype=torch.float32)
-        if softmax:
-            for name in ("maxima", "sums"):
-                tensors[name] = left.new_empty(batch * pieces, heads, shape.key, dtype=torch.float32)
+        tensors |= _pieces(left, shape, batch * pieces, softmax)
     values = arguments.Context(
         left=arguments.pixel_map(left),
         right=arguments.pixel_map(right),
@@ -368,6 +366,67 @@ def _sum_over_pixels(left: Tensor, right: Tensor, *, softmax: bool, pool: bool, 
     )
     for plan in plans:
         _launch(plan, values, left)
+
+
+def _pieces(like: Tensor, shape: Shape, pieces: int, softmax: bool) -> dict[str, Tensor]:
+    """What is left of so many pieces of images until they are combined."""
+
+    def empty(*size: int) -> Tensor:
+        return like.new_empty(pieces, shape.heads, *size, dtype=torch.float32)
+
+    partial = {"partial": empty(shape.key, shape.value)}
+    return partial | {"maxima": empty(shape.key), "sums": empty(shape.key)} if softmax else partial
+
+
+class Projected(NamedTuple):
+    """q and v, and the context vectors."""
+
+    q: Tensor
+    v: Tensor
+    vectors: ContextVectors
+
+
+def project_with_context(x: Tensor, weight: Tensor, heads: int) -> Projected | None:
+    """The projections of a map, and softmax(k)^T v over the pixels of each image, in one kernel that does not write k.
+
+    Args:
+        x: (batch, x, y, channel), channels side by side and pixels one after the other, at one distance.
+        weight: The projections of q, k and v, stacked, each with as many channels as x.
+        heads: Number of heads.
+
+    Returns:
+        The results, or None where one kernel is not the plan.
+    """
+    batch, height, width, channels = x.shape
+    weight = weight.contiguous()
+    like = x.unflatten(3, (heads, -1))
+    shape = shape_of(like, like, weight.view(1, 1, 3 * channels, heads, -1))
+    plan = plan_projection(_machine(x), shape, height * width, batch)
+    if plan is None:
+        return None
+    projected = x.new_empty(batch, height, width, 2, heads, shape.key)
+    q, v = projected.unbind(3)
+    vectors = empty_context(q, v)
+    tensors = vectors._asdict() | {"weight": weight, "projected": projected}
+    if plan.pieces > 1:
+        tensors |= _pieces(x, shape, batch * plan.left, softmax=True)
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    first, *others = plan.launches
+    _launch(
+        first,
+        arguments.Projection(
+            x=arguments.pixel_map(x),
+            pixels=height * width,
+            pieces=plan.pieces,
+            items=batch * plan.pieces,
+            **addresses,
+        ),
+        x,
+    )
+    del addresses["weight"], addresses["projected"]
+    for other in others:
+        _launch(other, arguments.Context(pieces=plan.left, heads=heads, **addresses), x)
+    return Projected(q, v, vectors)
 
 
 def norm_statistics(

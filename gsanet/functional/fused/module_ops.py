@@ -18,10 +18,10 @@ from gsanet.functional.fused.beside import start_beside
 from gsanet.functional.fused.prepared import prepared_operator
 from gsanet.functional.fused.projection import (
     empty_results,
-    kept,
-    no_context,
     project,
     project_gradient,
+    project_heads,
+    project_on_chip,
     split,
 )
 from gsanet.functional.inference_only import refuse_gradients
@@ -66,10 +66,8 @@ def _attention_map(
         dimensions because torch.compile would copy it, taking it for a map that it wants channels-last, and back again
         before the backward pass.
     """
-    projected = project(x, weight)
-    q, k, v = split(projected, x, heads, dim_key, content)
+    q, v, vectors, projected = project_heads(x, weight, heads, dim_key, content)
     rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()
-    vectors = calls.context_vectors(k, v) if k is not None else no_context(x)
     column, statistics = calls.attend(q, v, rel_column, "column", centre=centre if applied is None else None)
     if statistics is not None:
         count = x.shape[0] * x.shape[2] * x.shape[3]
@@ -79,7 +77,7 @@ def _attention_map(
         applied = applied.clone()  # an operator's results are never its arguments
     turned = vectors.turned if content else None
     out = calls.attend(q, column, rel_row, "row", norm=applied, context=turned, pool=stride == 2).out
-    return to_feature_map(out), column, applied, *vectors, kept(projected, x)
+    return to_feature_map(out), column, applied, *vectors, projected
 
 
 def _prepare(*arguments: Any) -> None:
@@ -264,14 +262,25 @@ def _attention_map_inference(
         stride: 1, or 2: average 2 x 2 pixels.
     """
     rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()  # here: between columns and rows is no kernel
-    q, k, v = split(project(x, weight), x, heads, dim_key, content)
-    context, wait = start_beside(lambda: None if k is None else calls.context_vectors(k, v).turned, x)
+    q, v, context, wait = _project_beside(x, weight, heads, dim_key, content)
     column = calls.attend(q, v, rel_column, "column").out
     wait()
     out = calls.attend(
         q, column, rel_row, "row", norm=norm, context=context, finish=finish, pool=stride == 2, early_table=True
     ).out
     return to_feature_map(out)
+
+
+def _project_beside(
+    x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Callable[[], None]]:
+    """Maps as large as x, q and v; the context vectors; and what has the current stream wait for these."""
+    on_chip = project_on_chip(x, weight, heads, dim_key, content)
+    if on_chip is not None:
+        return on_chip.q, on_chip.v, on_chip.vectors.turned, lambda: None
+    q, k, v = split(project(x, weight), x, heads, dim_key, content)
+    context, wait = start_beside(lambda: None if k is None else calls.context_vectors(k, v).turned, x)
+    return q, v, context, wait
 
 
 def _prepare_inference(*arguments: Any) -> None:

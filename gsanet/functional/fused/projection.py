@@ -1,4 +1,4 @@
-"""The ends that the operators of whole modules share: q, k and v in one tensor before, a feature map behind."""
+"""The ends that the operators of whole modules share: q, k and v before, a feature map behind."""
 
 import torch
 from torch import Tensor
@@ -14,6 +14,29 @@ KEPT = 256
 def project(x: Tensor, weight: Tensor) -> Tensor:
     """q, k and v, stacked as in `weight`, (pixels, channels of all)."""
     return _pixels(x) @ weight.T
+
+
+def project_on_chip(x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool) -> calls.Projected | None:
+    """By one kernel: q and v, maps as large as x, and the context vectors; None where that is not the plan."""
+    channels, maps = x.shape[1], x.permute(0, 2, 3, 1)
+    if not content or channels >= KEPT or dim_key != channels or not maps.is_contiguous():
+        return None
+    if weight.shape != (3 * channels, channels) or weight.dtype != x.dtype:
+        return None
+    return calls.project_with_context(maps, weight, heads)
+
+
+def project_heads(
+    x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool
+) -> tuple[Tensor, Tensor, calls.ContextVectors, Tensor]:
+    """Maps as large as x, q and v; the context vectors; and what is `kept` of q, k and v."""
+    on_chip = project_on_chip(x, weight, heads, dim_key, content)
+    if on_chip is not None:
+        return *on_chip, x.new_empty(0)
+    projected = project(x, weight)
+    q, k, v = split(projected, x, heads, dim_key, content)
+    vectors = no_context(x) if k is None else calls.context_vectors(k, v)
+    return q, v, vectors, kept(projected, x)
 
 
 def project_gradient(d_projected: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

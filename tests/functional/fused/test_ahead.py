@@ -45,6 +45,24 @@ def test_what_is_compiled_is_what_is_launched(planned, monkeypatch, use, behind,
     assert ("line_backward" in planned.entries) == (use is train)
 
 
+@pytest.mark.parametrize("use", [train, evaluate, infer])
+def test_the_projection_on_chip_is_compiled_with_the_others(planned, monkeypatch, use):
+    planned.machine = replace(planned.machine, multiprocessors=1)
+    ahead, compiled = module_ops._compile_ahead.__wrapped__, []
+    on_gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(module_ops, "_compile_ahead", lambda run, device, *rest: ahead(run, on_gpu, *rest))
+    monkeypatch.setattr(calls, "architecture_of", lambda device: "sm_90")
+    monkeypatch.setattr(calls, "compile_all", lambda kernels, architecture: compiled.append(set(kernels)))
+    takes_all = replace(fused.BACKEND, refuses=lambda *arguments, **settings: None)
+    monkeypatch.setitem(BACKENDS, "fused", takes_all)
+    network = nn.Sequential(gsanet.GlobalSelfAttention(64, feat_size=(16, 16))).to(torch.bfloat16)
+    x = torch.randn(2, 64, 16, 16).to(torch.bfloat16, memory_format=torch.channels_last)
+    with planned.running(poison=False):
+        use(network, x)
+    assert compiled == [{plan.kernel for plan in planned.launched}]
+    assert "project_with_context" in planned.entries
+
+
 @pytest.mark.parametrize("options", [{"row": False}, {"column": False, "stride": 2}], ids=str)
 def test_what_is_compiled_for_one_axis_is_what_is_launched(planned, monkeypatch, options):
     """The gradient's kernels by themselves: here no norm says whether a module is trained."""

@@ -109,6 +109,7 @@ def use_every_kernel() -> None:
         x = torch.zeros(1, 64, *size, dtype=BF16, requires_grad=True)
         module(x).sum().backward()
         infer(module, x)
+    assert calls.project_with_context(torch.zeros(22, 56, 56, 64, dtype=BF16), torch.zeros(192, 64, dtype=BF16), 8)
     stem = gsanet.create_model("gsa_resnet50", stem_width=64).stem.to(BF16)
     stem(torch.zeros(1, 3, 16, 16, dtype=BF16).to(memory_format=torch.channels_last)).sum().backward()
     calls.norm_pool(torch.zeros(1, 8, 8, 8, dtype=BF16), None)

@@ -57,6 +57,14 @@ def test_load_matrices(order):
     assert np.array_equal(words.numpy().view(np.uint32), np.stack(expected, 1))
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_turn_matrix(order):
+    matrix = np.random.default_rng(1).integers(0, 2**16, (8, 8)).astype(np.uint16)
+    turned = torch.zeros(32, dtype=torch.int32)
+    run("intrinsics.cu", "turns", 1, 32, 0, torch.from_numpy(matrix), turned, order=order)
+    assert np.array_equal(turned.numpy().view(np.uint16).reshape(8, 8), matrix.T)
+
+
 def fragments(depth, is_float):
     """Which element of the matrices each lane holds: rows and columns of the left, right and output matrix.
 

@@ -39,6 +39,7 @@ MOST_SPILLED = {"line_forward": 320, "line_backward": 1300, "line_backward_piece
 REGISTERS = 65536  # of a multiprocessor
 LINES_AND_CONTEXT = {
     "line_forward", "line_backward", "table_gradient", "context_partial", "context_combine", "context_gradient",
+    "project_with_context",
 }  # fmt: skip
 
 
@@ -63,8 +64,8 @@ def launches(planned, network: str, **components: bool) -> list[Launch]:
     planned.launched.clear()
     for dim, *options in kinds_of_modules(network):
         module = gsanet.GlobalSelfAttention(dim, *options, **components, dtype=torch.bfloat16)
-        x = torch.zeros(1, dim, *module.feat_size, dtype=torch.bfloat16, requires_grad=True)
-        module(x).sum().backward()
+        x = torch.zeros(1, dim, *module.feat_size, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+        module(x.requires_grad_()).sum().backward()
         module.eval()(x)
     return list(dict.fromkeys(planned.launched))
 
@@ -134,7 +135,7 @@ def check_that_they_fit(machine, binaries, plans):
         # They are given out by eights.
         assert blocks * plan.threads * -(-binary.registers // 8) * 8 <= REGISTERS, plan
         assert plan.shared_bytes + binary.shared <= machine.shared_memory, plan
-        if plan.kernel.entry.startswith("line"):
+        if plan.kernel.entry.startswith(("line", "project")):
             # As many blocks as it was compiled for fit at once; each takes a kilobyte more than it asks for.
             assert blocks * (plan.shared_bytes + binary.shared + 1024) <= machine.shared_memory_in_all, plan
         spilled = max(binary.spill_stores, binary.spill_loads)

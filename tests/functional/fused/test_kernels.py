@@ -28,8 +28,9 @@ from gsanet.functional import (
     positional_attention,
     use_backend,
 )
-from gsanet.functional.fused import axis_ops, layer_ops, module_ops
-from gsanet.functional.fused.plan import Machine
+from gsanet.functional.fused import axis_ops, calls, layer_ops, module_ops
+from gsanet.functional.fused.plan import Machine, plan_projection
+from gsanet.functional.fused.plan import projection as projection_plans
 
 FLOAT, BF16, HALF = torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {FLOAT: 2e-5, BF16: 1e-2, HALF: 2e-3}
@@ -958,6 +959,69 @@ def test_all_modules_of_the_networks_on_gpu(gpu, dtype):
         explanation = explain_module(module, torch.empty(2, dim, *size, dtype=dtype, device="cuda"))
         if "does not fit" not in explanation:
             check_module(gpu, module, dtype, 2, size)
+
+
+@pytest.mark.parametrize("dtype", [BF16, HALF])
+@pytest.mark.parametrize(
+    ("batch", "size", "channels"),
+    [(256, 56, 64), (256, 56, 128), (256, 28, 128), (512, 32, 64), (512, 16, 128), (75, 57, 64)],
+)
+def test_projection_with_context_on_gpu(gpu, dtype, batch, size, channels):
+    """At the shapes that it is made for, against the matrix product and the kernel that reads k and v from memory."""
+    torch.manual_seed(0)
+    x = torch.randn(batch, size, size, channels, device="cuda").to(dtype)
+    weight = (torch.randn(3 * channels, channels, device="cuda") * channels**-0.5).to(dtype)
+    with gpu.running():
+        found, again = (calls.project_with_context(x, weight, 8) for _ in range(2))
+        if found is None:
+            pytest.skip("here it is not the plan")
+        q, k, v = (x @ weight.T).unflatten(3, (3, 8, -1)).unbind(3)
+        vectors = calls.context_vectors(k, v)
+    assert same_bits([found.q, found.v, *found.vectors], [again.q, again.v, *again.vectors])
+
+    def results(q, v, vectors):
+        """A largest key that is rounded the other way changes 1 / sum, and not the logarithm of the sum of all."""
+        return [q, v, *vectors[:3], vectors.key_max - vectors.key_inverse.log()]
+
+    for value, usual in zip(results(*found), results(q, v, vectors), strict=True):
+        apart = (value.float() - usual.float()).abs().max()
+        assert apart <= TOLERANCE[dtype] * usual.float().abs().max()
+
+
+@pytest.mark.parametrize(("batch", "dim", "size", "stride"), [(64, 64, 56, 1), (64, 128, 56, 2), (128, 128, 28, 1)])
+def test_projection_with_context_in_modules_on_gpu(gpu, monkeypatch, batch, dim, size, stride):
+    """Training and inference, also as a CUDA graph, give what they give with k in memory."""
+    module = make_module(BF16, dim, (size, size), stride=stride).cuda()
+    x = normal(batch, dim, size, size, dtype=BF16).to("cuda", memory_format=torch.channels_last)
+    d_out = normal(batch, dim, size // stride, size // stride, dtype=BF16, seed=1).cuda()
+    block = nn.Sequential(copy.deepcopy(module), nn.BatchNorm2d(dim), nn.ReLU()).to("cuda", BF16).eval()
+    folded = gsanet.fuse_for_inference(block)
+
+    def run():
+        found = step(copy.deepcopy(module).train(), x, d_out)
+        with torch.inference_mode():
+            return found | {"inference": folded(x)}
+
+    with gpu.running():
+        found = run()
+    if "project_with_context" not in gpu.entries:
+        pytest.skip("here it is not the plan")
+    with gpu.running(poison=False), torch.inference_mode():
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = folded(x)
+        graph.replay()
+        assert torch.equal(replayed, found["inference"])
+    monkeypatch.setattr(projection_plans, "ON_CHIP", {})
+    plan_projection.cache_clear()
+    gpu.launched.clear()
+    with gpu.running():
+        usual = run()
+    plan_projection.cache_clear()
+    assert "project_with_context" not in gpu.entries
+    for name, value in found.items():
+        check_close(name, value.float(), usual[name].float(), BF16)
 
 
 @pytest.mark.parametrize("options", [COLUMN, ROW, COLUMN | ALONE, ROW | ALONE, CONTENT], ids=str)

@@ -4,9 +4,8 @@
 // its heads, LENGTH pixels at a time, while the next ones arrive (STAGES == 2); a warp takes 16 keys of one head. SOFTMAX:
 // with exp(K - max), the largest of all pixels so far, in registers. Where the piece is the whole image (WHOLE) it finishes
 // the work, else `context_combine` or `context_gradient` brings the pieces of an image together, in order.
-#include "tiles.cuh"
+#include "context.cuh"
 
-constexpr int QUERY_WIDTH = padded(KEY), VALUE_WIDTH = padded(VALUE);
 using LeftTile = Tile<QUERY_WIDTH>;
 using RightTile = Tile<VALUE_WIDTH>;
 
@@ -28,17 +27,6 @@ struct Arguments {
   int heads;
 };
 
-// Where element (key, value) of the context vectors is, packed with keys or with values as columns.
-DEVICE int by_key(int key, int value) {
-  constexpr int DEPTH = depth_of<T>(VALUE_WIDTH);
-  return packed_index<T, DEPTH>(key, value, VALUE_WIDTH / DEPTH);
-}
-
-DEVICE int by_value(int key, int value) {
-  constexpr int DEPTH = depth_of<T>(QUERY_WIDTH);
-  return packed_index<T, DEPTH>(value, key, QUERY_WIDTH / DEPTH);
-}
-
 // Shared memory, in scalars, STAGES times; what products read past the last head's keys ends before the values do.
 constexpr int RIGHT_TILE = LeftTile::SIZE;
 constexpr int STAGE = RIGHT_TILE + RightTile::SIZE;
@@ -50,29 +38,6 @@ constexpr int KEY_HALVES = KEY > 8 ? 2 : 1;  // groups of eight keys in a tile o
 constexpr int UNITS = HEADS * KEY_TILES;     // tiles of keys in a block
 constexpr int OWN_UNITS = (UNITS + WARPS - 1) / WARPS;  // of a warp
 static_assert(STAGES == 1 || LENGTH % DEPTH == 0, "products would sum over pixels of two stages");
-
-// change(key, half) for each key of a left operand, of its rows lane / 4 (half 0) and lane / 4 + 8 (half 1).
-template <class S = T, class Change>
-DEVICE void change_keys(Left<S, DEPTH>& keys, Change change) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (i % 2 >= KEY_HALVES) continue;
-    if constexpr (IS_FLOAT<S>) {
-      keys.words[i] = float_bits(change(bits_float(keys.words[i]), i % 2));
-    } else {
-      float first, second;
-      unpack<S>(keys.words[i], first, second);
-      keys.words[i] = pack<S>(change(first, i % 2), change(second, i % 2));
-    }
-  }
-}
-
-// The same result for the four lanes that share rows of a left operand.
-template <class Combine>
-DEVICE float combine_row(float value, Combine combine) {
-  value = combine(value, shuffle_xor(value, 1));
-  return combine(value, shuffle_xor(value, 2));
-}
 
 using Sums = float[VALUE_WIDTH / 8][4];
 
@@ -148,12 +113,12 @@ DEVICE void add_pixels(Unit& unit, const LeftTile& left, const RightTile& right,
     return load_left_transposed<T, DEPTH>([&](int step) { return left.at(0, pixel + step, head) + key; });
   };
   if constexpr (SOFTMAX) {
-    auto larger = [](float a, float b) { return a < b ? b : a; };
     const float before[2] = {unit.largest[0], unit.largest[1]};
 #pragma unroll 2
     for (int pixel = 0; pixel < count; pixel += DEPTH) {
       auto keys = keys_of(pixel);
-      change_keys(keys, [&](float value, int half) { return unit.largest[half] = larger(unit.largest[half], value), value; });
+      change_keys<KEY_HALVES>(
+          keys, [&](float value, int half) { return unit.largest[half] = larger(unit.largest[half], value), value; });
     }
 #pragma unroll
     for (int half = 0; half < KEY_HALVES; ++half) {
@@ -175,10 +140,10 @@ DEVICE void add_pixels(Unit& unit, const LeftTile& left, const RightTile& right,
   for (int pixel = 0; pixel < count; pixel += DEPTH) {
     auto weights = keys_of(pixel);
     if constexpr (SOFTMAX) {
-      change_keys(weights, [&](float value, int half) { return exponential(value - unit.largest[half]); });
+      change_keys<KEY_HALVES>(weights, [&](float value, int half) { return exponential(value - unit.largest[half]); });
       // The sum is of what is multiplied, rounded.
       auto rounded = weights;
-      change_keys(rounded, [&](float value, int half) { return unit.total[half] += value, value; });
+      change_keys<KEY_HALVES>(rounded, [&](float value, int half) { return unit.total[half] += value, value; });
     }
     Right<T, DEPTH> values[VALUE_WIDTH / 8];
     load_right_transposed(values, [&](int step) { return right.at(0, pixel + step, head); });
@@ -302,23 +267,13 @@ KERNEL(THREADS, BLOCKS) context_combine(const Arguments arguments) {
   float result = 0.f;
   if (key < KEY && value < VALUE) {
     const long long own = image * arguments.pieces * channels + head * KEY + key;
-    float largest = -infinity(), sum = 0.f;
-#pragma unroll 8
-    for (int piece = 0; piece < arguments.pieces; ++piece) {
-      const float here = arguments.maxima[own + piece * channels];
-      largest = largest < here ? here : largest;
-    }
-#pragma unroll 8
-    for (int piece = 0; piece < arguments.pieces; ++piece) {
-      const float weight = exponential(arguments.maxima[own + piece * channels] - largest);
-      sum += weight * arguments.sums[own + piece * channels];
-      result += weight * arguments.partial[(((static_cast<long long>(image) * arguments.pieces + piece) * arguments.heads + head) *
-                                                KEY + key) * VALUE + value];
-    }
-    result /= sum;
+    const Combined combined =
+        combine_pieces(arguments.maxima + own, arguments.sums + own, arguments.partial + own * VALUE + value,
+                       arguments.pieces, channels, channels * VALUE);
+    result = combined.result;
     if (value == 0) {
-      arguments.key_max[image * channels + head * KEY + key] = largest;
-      arguments.key_inverse[image * channels + head * KEY + key] = 1.f / sum;
+      arguments.key_max[image * channels + head * KEY + key] = combined.largest;
+      arguments.key_inverse[image * channels + head * KEY + key] = combined.inverse;
     }
   }
   const long long start = static_cast<long long>(block_index()) * QUERY_WIDTH * VALUE_WIDTH;

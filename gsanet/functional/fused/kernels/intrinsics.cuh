@@ -52,11 +52,13 @@ DEVICE float maximum(float one, float other) {
   return result;
 }
 
-DEVICE float exponential(float value) {
+DEVICE float power_of_two(float value) {
   float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value * 1.4426950408889634f));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
   return result;
 }
+
+DEVICE float exponential(float value) { return power_of_two(value * 1.4426950408889634f); }
 
 DEVICE float to_float(float value) { return value; }
 DEVICE float to_float(bf16 value) { return __uint_as_float(static_cast<Word>(value.bits) << 16); }
@@ -118,6 +120,14 @@ DEVICE void load_matrices(Word (&words)[COUNT], const void* row) {
     else
       asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(words[0]) : "r"(address));
   }
+}
+
+// A matrix of 8 x 8 16-bit scalars in registers, lane l with the elements (l / 4, 2 (l % 4)) and the next one, with rows and
+// columns swapped.
+DEVICE Word turn_matrix(Word word) {
+  Word turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(word));
+  return turned;
 }
 
 // d += a b for a 16 x 16 and a 16 x 8 matrix, their fragments laid out as PTX's mma.m16n8k16 says.

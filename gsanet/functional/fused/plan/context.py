@@ -52,11 +52,31 @@ def plan_context(
     partial = specialise("context.cu", "context_partial", **constants)
     launches = [Launch(partial, (images * pieces, shape.heads // heads), 32 * warps, shared)]
     if pieces > 1:
-        constants |= {"WARPS": 8, "BLOCKS": 3}
-        combine = specialise("context.cu", "context_combine" if softmax else "context_gradient", **constants)
-        elements = shape.padded(shape.key) * shape.padded(shape.value)
-        launches.append(Launch(combine, (images * shape.heads, -(-elements // 256) if softmax else 1), 256, 0))
+        launches.append(plan_combination(shape, images, softmax=softmax))
     return tuple(launches)
+
+
+def plan_combination(shape: Shape, images: int, *, softmax: bool) -> Launch:
+    """How what blocks leave of the pieces of an image becomes context vectors, or their gradient."""
+    kernel = specialise(
+        "context.cu",
+        "context_combine" if softmax else "context_gradient",
+        SCALAR=SCALARS[shape.dtype],
+        LENGTH=16,
+        KEY=shape.key,
+        VALUE=shape.value,
+        HEADS=1,
+        LINES=1,
+        WARPS=8,
+        BLOCKS=3,
+        VECTOR=shape.vector,
+        SOFTMAX=softmax,
+        POOL=False,
+        STAGES=1,
+        WHOLE=False,
+    )
+    elements = shape.padded(shape.key) * shape.padded(shape.value)
+    return Launch(kernel, (images * shape.heads, -(-elements // 256) if softmax else 1), 256, 0)
 
 
 def _memory(shape: Shape, heads: int, length: int, stages: int) -> int:

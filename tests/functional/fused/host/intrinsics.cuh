@@ -100,7 +100,8 @@ namespace host {
 inline float flush(float value) { return fabsf(value) < 0x1p-126f ? copysignf(0.f, value) : value; }
 }  // namespace host
 
-DEVICE float exponential(float value) { return host::flush(exp2f(host::flush(value * 1.4426950408889634f))); }
+DEVICE float power_of_two(float value) { return host::flush(exp2f(host::flush(value))); }
+DEVICE float exponential(float value) { return power_of_two(value * 1.4426950408889634f); }
 
 DEVICE float to_float(float value) { return value; }
 DEVICE float to_float(bf16 value) { return bits_float(static_cast<Word>(value.bits) << 16); }
@@ -186,6 +187,20 @@ DEVICE void load_matrices(Word (&words)[COUNT], const void* row, HOST_SITE) {
                                        {"load_matrices<1, true>", "load_matrices<2, true>", "load_matrices<4, true>"}};
   host::meet({names[TRANSPOSED][COUNT / 2], file, line}, host::share_matrices<COUNT, TRANSPOSED>);
   for (int i = 0; i < COUNT; ++i) words[i] = warp.results[lane.lane][i];
+}
+
+// A matrix of 8 x 8 16-bit scalars in registers, lane l with the elements (l / 4, 2 (l % 4)) and the next one, with rows and
+// columns swapped.
+DEVICE Word turn_matrix(Word word, HOST_SITE) {
+  host::Fiber& lane = *host::machine.current;
+  host::Warp& warp = *lane.warp;
+  warp.words[lane.lane][0] = word;
+  host::meet({"turn_matrix", file, line}, [](host::Warp& all) {
+    const auto element = [&](int row, int column) { return all.words[row * 4 + column / 2][0] >> 16 * (column % 2) & 0xffff; };
+    for (int l = 0; l < host::LANES; ++l)
+      all.results[l][0] = element(l % 4 * 2, l / 4) | element(l % 4 * 2 + 1, l / 4) << 16;
+  });
+  return warp.results[lane.lane][0];
 }
 
 namespace host {

@@ -28,6 +28,13 @@ KERNEL(32, 1) matrices(MatrixArguments arguments) {
   load<4, true>(to, memory);
 }
 
+struct TurnArguments {
+  const Word* words;  // 32
+  Word* turned;
+};
+
+KERNEL(32, 1) turns(TurnArguments arguments) { arguments.turned[lane_index()] = turn_matrix(arguments.words[lane_index()]); }
+
 struct ProductArguments {
   const Word *left, *right;  // 32 lanes x 4 and x 2
   float* sums;               // 32 lanes x 4
