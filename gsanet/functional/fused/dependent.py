@@ -2,7 +2,8 @@
 
 Between two ordinary kernels the GPU takes about a microsecond to launch the second, where kernels for one image run for
 three to six. From compute capability 9.0 on it launches a kernel early if that waits by itself for what was before it.
-Each of ours does (`take_turn` of `kernels/intrinsics.cuh`). Why that is safe: `docs/kernels.md`.
+Each of ours does (`take_turn` of `kernels/intrinsics.cuh`). Why that is safe, and why it is done only where it is asked
+for: `docs/kernels.md`.
 """
 
 from collections.abc import Iterator
@@ -13,13 +14,13 @@ from typing import Any
 CAPABILITY = 9
 MOST_SHAPES = 256  # kept for each kernel
 
-wanted = True  # whether kernels are launched so where they can be; read at each launch
+wanted = False  # whether kernels are launched so where they can be; read at each launch
 _refused = False
 
 
 @contextmanager
 def dependent_launches(on: bool) -> Iterator[None]:
-    """Launch kernels so, or as usual, in all threads: to compare both. A CUDA graph stays as it was captured."""
+    """Launch kernels so, or as usual, in all threads. A CUDA graph stays as it was captured."""
     global wanted
     before, wanted = wanted, on and not _refused
     try:

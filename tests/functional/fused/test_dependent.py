@@ -310,7 +310,7 @@ def test_early_launches_are_made_on_gpu(gpu, monkeypatch):
         really(kernel, *arguments)
 
     monkeypatch.setattr(compiler.Kernel, "launch", launch)
-    with gpu.running(poison=False), torch.no_grad():
+    with gpu.running(poison=False), torch.no_grad(), dependent_launches(True):
         module(x)
         early = torch.cuda.get_device_capability() >= (9, 0)
         for kernel in seen:
