@@ -23,7 +23,7 @@ class Lines(Structure):
 
     _fields_ = (
         ("queries", Map), ("values", Map), ("out", Map),
-        ("embeddings", c_void_p), ("context", c_void_p), ("scale_and_shift", c_void_p), ("relu", c_int),
+        ("embeddings", c_void_p), ("context", c_void_p),
         ("images", c_int), ("lines", c_int), ("length", c_int), ("heads", c_int), ("key", c_int), ("value", c_int),
         ("threads", c_int),
     )  # fmt: skip
@@ -50,6 +50,18 @@ class Context(Structure):
     )  # fmt: skip
 
 
+class Module(Structure):
+    """The arguments of `kernels/module.cpp`."""
+
+    _fields_ = (
+        ("x", c_void_p), ("x_image", c_int64), ("x_line", c_int64), ("x_pixel", c_int64), ("x_channel", c_int64),
+        ("weight", c_void_p), ("along", c_void_p), ("across", c_void_p), ("between", c_void_p), ("finish", c_void_p),
+        ("out", c_void_p), ("out_image", c_int64), ("out_line", c_int64), ("out_pixel", c_int64),
+        ("content", c_int), ("images", c_int), ("lines", c_int), ("length", c_int), ("channels", c_int),
+        ("heads", c_int), ("key", c_int), ("value", c_int), ("threads", c_int),
+    )  # fmt: skip
+
+
 def attend(
     q: Tensor,
     v: Tensor,
@@ -58,8 +70,6 @@ def attend(
     out: Tensor,
     *,
     context: Tensor | None = None,
-    scale_and_shift: Tensor | None = None,
-    relu: bool = False,
 ) -> Tensor:
     """Positional attention along an axis, and what may come with it.
 
@@ -70,14 +80,12 @@ def attend(
         axis: The axis.
         out: Where the output goes, (batch, x, y, head, v).
         context: Context vectors, (batch, head, k, v): queries times these are added.
-        scale_and_shift: Of each channel of the output, (2, head * v), contiguous.
-        relu: Whether a ReLU comes behind these.
     """
     batch, height, width, heads, key = q.shape
     lines, length = (width, height) if axis == "column" else (height, width)
     arguments = Lines(
         *(_lines(tensor, axis) for tensor in (q, v, out)),
-        _pointer(rel), _pointer(context), _pointer(scale_and_shift), relu,
+        _pointer(rel), _pointer(context),
         batch, lines, length, heads, key, v.shape[4], torch.get_num_threads(),
     )  # fmt: skip
     library().attend_along_lines(byref(arguments))
@@ -108,6 +116,42 @@ def context_vectors(k: Tensor, v: Tensor) -> Tensor:
     )  # fmt: skip
     library().context_vectors(byref(arguments))
     return out
+
+
+def attend_as_module(
+    x: Tensor,
+    weight: Tensor,
+    along: Tensor | None,
+    across: Tensor | None,
+    content: bool,
+    out: Tensor,
+    *,
+    between: Tensor | None,
+    finish: Tensor | None,
+) -> None:
+    """A whole module in evaluation, without pooling.
+
+    Args:
+        x: The map, (batch, line, pixel, channel), of any strides.
+        weight: Rows for queries, keys (if there is content attention) and values, each (head, channel), contiguous.
+        along: Embeddings for attention along the lines, as `rel` of `attend`.
+        across: Embeddings for attention across the lines, to the output of that along them or, without it, to values.
+        content: Whether there is content attention, which is added to that across.
+        out: Where the output goes, (batch, line, pixel, head, v); the channels of a pixel lie side by side.
+        between: Scale and shift, (2, head * v), of the output of attention along the lines, contiguous.
+        finish: Scale and shift of the module's output, contiguous; a ReLU comes behind these.
+    """
+    batch, lines, length, channels = x.shape
+    heads, value = out.shape[3:]
+    key = (len(weight) - heads * value) // (heads * (2 if content else 1))
+    image, line, pixel, channel = x.stride()
+    arguments = Module(
+        x.data_ptr(), image, line, pixel, channel,
+        weight.data_ptr(), _pointer(along), _pointer(across), _pointer(between), _pointer(finish),
+        out.data_ptr(), *out.stride()[:3],
+        content, batch, lines, length, channels, heads, key, value, torch.get_num_threads(),
+    )  # fmt: skip
+    library().attend_as_module(byref(arguments))
 
 
 def side_by_side(x: Tensor) -> Tensor:

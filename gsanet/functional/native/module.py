@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from gsanet.functional.attention import split_heads, to_feature_map
-from gsanet.functional.backends import Axis, Norm
+from gsanet.functional.attention import to_feature_map
+from gsanet.functional.backends import Norm
 from gsanet.functional.fused.norms import applied_in_evaluation
 from gsanet.functional.lean import fit_table
 from gsanet.functional.native import calls
@@ -28,7 +28,8 @@ def attention_map(
     stride: int,
 ) -> Tensor:
     """As `gsanet.functional.global_self_attention_map`; the norm is one in evaluation, or its scale and shift."""
-    batch, channels, height, width = x.shape
+    batch, _, height, width = x.shape
+    weight = weight.contiguous()
     dim_out = len(weight) - dim_key * (2 if content else 1)
     column, row = (
         None if rel is None else fit_table(rel, length, reach).contiguous()
@@ -40,25 +41,25 @@ def attention_map(
         between = norm.contiguous() if isinstance(norm, Tensor) else applied_in_evaluation(norm)[:2]
     finish = None if finish is None else finish.contiguous()
 
-    at_once = min(batch, max(1, PIECE // (height * width * len(weight))))
-    projected = x.new_empty(at_once, height, width, len(weight))
-    columns = x.new_empty(at_once, height, width, num_heads, dim_out // num_heads)
-    before_pooling = columns.new_empty(columns.shape) if stride > 1 else None
-    out = x.new_empty(batch, -(-height // stride), -(-width // stride), *columns.shape[3:])
-    for first in range(0, batch, at_once):
+    # Lines are columns, and rows lie across them. A single axis is the one across, for which content attention waits.
+    along, across = (column, row) if row is not None else (None, column)
+    column_is_last = row is None
+    pieces = -(-batch * height * width * len(weight) // PIECE)
+    at_once = -(-batch // max(1, pieces))
+
+    heads = num_heads, dim_out // num_heads
+    out = x.new_empty(batch, -(-height // stride), -(-width // stride), *heads)
+    before_pooling = x.new_empty(at_once, height, width, *heads) if stride > 1 else None
+    for first in range(0, batch, max(1, at_once)):
         images, target = (one[first : first + at_once] for one in (x.permute(0, 2, 3, 1), out))
-        count = len(images)
-        torch.mm(images.reshape(-1, channels), weight.T, out=projected[:count].view(-1, len(weight)))
-        q, k, v = split_heads(projected[:count], num_heads, dim_key, content)
-        context = None if k is None else calls.context_vectors(k, v)
-        if column is not None and row is not None:
-            v = calls.attend(q, v, column, "column", columns[:count], scale_and_shift=between)
-        last: tuple[Tensor | None, Axis] = (row, "row") if column is None or row is not None else (column, "column")
-        if before_pooling is None:
-            calls.attend(q, v, *last, target, context=context, scale_and_shift=finish, relu=finish is not None)
-        else:
-            calls.attend(q, v, *last, before_pooling[:count], context=context)
-            _pool(before_pooling[:count], stride, finish, target)
+        attended = target if before_pooling is None else before_pooling[: len(images)]
+        lines, attended_lines = (one if column_is_last else one.transpose(1, 2) for one in (images, attended))
+        calls.attend_as_module(
+            lines, weight, along, across, content, attended_lines,
+            between=between, finish=finish if before_pooling is None else None,
+        )  # fmt: skip
+        if before_pooling is not None:
+            _pool(attended, stride, finish, target)
     return to_feature_map(out)
 
 

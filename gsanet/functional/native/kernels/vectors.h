@@ -14,6 +14,7 @@ constexpr int BLOCK = 8;  // channels that lie side by side in memory and are mo
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Block __attribute__((vector_size(4 * BLOCK)));
+typedef int32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * BLOCK)));
 
 #if defined(__clang__)

@@ -1,0 +1,361 @@
+// A whole module in evaluation, for a map that is seen as lines: projection, attention along the lines, then across
+// them, and content attention.
+//
+// Vectors hold one number of LANES pairs of a line and a head, as everywhere here. The projection writes them as such:
+// its weights are packed with the heads of a channel side by side. So a group of lines is projected, attends and is
+// handed over to the groups across without leaving the second cache, and nothing is turned but the output.
+#include "attention.h"
+#include "exponential.h"
+#include "projection.h"
+
+namespace {
+
+struct Module {
+    const float* x;
+    int64_t x_image, x_line, x_pixel, x_channel;  // distances, in numbers
+    const float* weight;     // (row, channel): rows of queries, keys (if there is content attention) and values
+    const float* along;      // embeddings, (2 * length - 1, key); or null: no attention along the lines
+    const float* across;     // embeddings, (2 * lines - 1, key); or null
+    const float* between;    // scale and shift, (2, head, value), of what attended along the lines; or null
+    const float* finish;     // scale and shift, (2, head, value), before a ReLU; or null
+    float* out;
+    int64_t out_image, out_line, out_pixel;
+    int content, images, lines, length, channels, heads, key, value, threads;
+};
+
+// Which pair a lane is of: lanes are cut into slots of a line each, and these have the heads of one set. Slots and sets
+// may have lanes to spare, whose weights are zeros.
+struct Lanes {
+    int slot = 1, together, sets;  // lanes of a line, lines of a group, sets of heads
+
+    explicit Lanes(int heads) {
+        while (slot < heads && slot < LANES) slot *= 2;
+        together = LANES / slot;
+        sets = divide_up(heads, slot);
+    }
+    int groups(int lines) const { return divide_up(lines, together); }
+    int present(int group, int lines) const {
+        return lines - group * together < together ? lines - group * together : together;
+    }
+};
+
+// Calls f with the lanes of a slot as a number that the compiler knows.
+template <int most = LANES, class F>
+inline void with_slot(int slot, F&& f) {
+    if constexpr (most > 1) {
+        if (slot < most) return with_slot<most / 2>(slot, f);
+    }
+    f(Number<most>{});
+}
+
+inline const float* floats(const Vector* vectors) { return reinterpret_cast<const float*>(vectors); }
+inline float* floats(Vector* vectors) { return reinterpret_cast<float*>(vectors); }
+
+// What all threads share: of each set weights [panel][channel][WIDE] and scales and shifts [2][value]; of each image
+// and set queries and values [group across][pixel][channel], what each group has to say of the context vectors
+// [group][part], and these [key][value].
+struct Shared {
+    Lanes lanes;
+    int width, panels, groups, groups_across, part;
+    int64_t weights, between, finish, queries, values, parts, context, count;
+
+    explicit Shared(const Module& of) : lanes(of.heads) {
+        width = of.key * (of.content ? 2 : 1) + of.value;
+        panels = divide_up(width * lanes.slot, WIDE * LANES);
+        groups = lanes.groups(of.lines);
+        groups_across = lanes.groups(of.length);
+        part = of.key * (2 + of.value);
+        const int64_t each = int64_t(of.images) * lanes.sets;
+        Layout take;
+        weights = take(int64_t(lanes.sets) * panels * of.channels * WIDE);
+        between = take(of.between ? lanes.sets * 2 * of.value : 0);
+        finish = take(of.finish ? lanes.sets * 2 * of.value : 0);
+        queries = take(each * groups_across * of.lines * of.key);
+        values = take(of.across ? each * groups_across * of.lines * of.value : 0);
+        parts = take(of.content ? each * groups * part : 0);
+        context = take(of.content ? each * of.key * of.value : 0);
+        count = take.end;
+    }
+};
+
+// The vectors of one thread: pixels as pack_pixels leaves them, a tile of outputs, queries and keys [pixel][key], values
+// and sums [pixel][value], the weights of content attention [key][pixel], and scores.
+struct Own {
+    int64_t pixels, tile, queries, keys, values, sums, weights, scores, count;
+
+    explicit Own(const Module& of, const Lanes& lanes) {
+        const int64_t length = of.length, longest = of.length > of.lines ? of.length : of.lines;
+        Layout take;
+        pixels = take((length * lanes.together * of.channels + LANES - 1) / LANES);
+        tile = take(TALL * WIDE);
+        queries = take(length * of.key);
+        keys = take(of.content ? length * of.key : 0);
+        values = take(length * of.value);
+        sums = take(longest * of.value);
+        weights = take(of.content ? length * of.key : 0);
+        scores = take(PIXELS * cached_pixels(of.value));
+        count = take.end;
+    }
+};
+
+// One panel of the weights of a set: the rows of WIDE * LANES / slot channels, all heads of one before the next.
+void pack_panel(const Module& of, const Shared& at, int set, int panel, Vector* to) {
+    const int slot = at.lanes.slot;
+    const float* rows[WIDE * LANES];
+    for (int i = 0; i < WIDE * LANES; i++) {
+        int c = (panel * WIDE * LANES + i) / slot, head = set * slot + i % slot, first = 0, width = of.key;
+        const int parts = of.content ? 2 : 1;  // of which each has the width of keys
+        if (c >= parts * of.key) {
+            c -= parts * of.key;
+            first = parts * of.key * of.heads;
+            width = of.value;
+        } else if (c >= of.key) {
+            c -= of.key;
+            first = of.key * of.heads;
+        }
+        const bool there = head < of.heads && c < width;
+        rows[i] = there ? of.weight + int64_t(first + head * width + c) * of.channels : nullptr;
+    }
+    pack_weights(rows, of.channels, to);
+}
+
+// (2, head, value) as vectors [2][value] of a set.
+void spread(const Module& of, const Lanes& lanes, int set, const float* from, Vector* to) {
+    for (int i = 0; i < 2; i++)
+        for (int c = 0; c < of.value; c++)
+            for (int lane = 0; lane < LANES; lane++) {
+                const int head = set * lanes.slot + lane % lanes.slot;
+                to[i * of.value + c][lane] = head < of.heads ? from[(i * of.heads + head) * of.value + c] : 0;
+            }
+}
+
+void scale_and_shift(const Vector* affine, int pixels, int width, bool relu, Vector* sums) {
+    for (int x = 0; x < pixels; x++)
+        for (int c = 0; c < width; c++) {
+            const Vector sum = sums[x * width + c] * affine[c] + affine[width + c];
+            sums[x * width + c] = relu ? (sum < 0 ? Vector{} : sum) : sum;  // NaN stays NaN
+        }
+}
+
+// The pixels of a group of lines, tile behind tile; calls f with each: where it begins, and how many pixels it has.
+template <class F>
+void for_pixel_tiles(int count, F&& f) {
+    const int tiles = divide_up(count, TALL);
+    for (int tile = 0; tile < tiles; tile++) {
+        const int first = count * tile / tiles;
+        f(first, count * (tile + 1) / tiles - first);
+    }
+}
+
+void pack_group(const Module& of, const Lanes& lanes, int image, int group, int present, float* to) {
+    const float* const start = of.x + image * of.x_image + int64_t(group) * lanes.together * of.x_line;
+    for_pixel_tiles(present * of.length, [&](int first, int count) {
+        const float* pixels[TALL];
+        for (int p = 0; p < count; p++)
+            pixels[p] = start + (first + p) / present * of.x_pixel + (first + p) % present * of.x_line;
+        pack_pixels(pixels, count, of.channels, of.x_channel, to + int64_t(first) * of.channels);
+    });
+}
+
+// A tile of outputs to where each channel belongs.
+template <int slot>
+void put(const Module& of, const Own& own, const Vector (*tile)[WIDE], int width, int panel, int first, int count,
+         int present, Vector* mine) {
+    constexpr int PIECES = LANES / slot;
+    for (int i = 0; i < WIDE * PIECES; i++) {
+        int c = panel * WIDE * PIECES + i, step = of.key;
+        if (c >= width) return;
+        int64_t start = own.queries;
+        if (c >= width - of.value) {
+            c -= width - of.value;
+            start = own.values;
+            step = of.value;
+        } else if (c >= of.key) {
+            c -= of.key;
+            start = own.keys;
+        }
+        const float* from = floats(&tile[0][0]) + i * slot;
+        for (int n = first; n < first + count; n++, from += WIDE * LANES)
+            __builtin_memcpy(floats(mine + start + n / present * step + c) + n % present * slot, from, slot * 4);
+    }
+}
+
+void project_group(const Module& of, const Shared& at, const Own& own, const Vector* weights, int present,
+                   Vector* mine) {
+    if (present < at.lanes.together) {  // lanes without a line
+        clear(mine + own.queries, int64_t(of.length) * of.key);
+        if (of.content) clear(mine + own.keys, int64_t(of.length) * of.key);
+        clear(mine + own.values, int64_t(of.length) * of.value);
+    }
+    auto* const tile = reinterpret_cast<Vector(*)[WIDE]>(mine + own.tile);
+    for (int panel = 0; panel < at.panels; panel++, weights += int64_t(of.channels) * WIDE)
+        for_pixel_tiles(present * of.length, [&](int first, int count) {
+            const float* const pixels = floats(mine + own.pixels) + int64_t(first) * of.channels;
+            with_known<TALL>(count, [&](auto known) {
+                project<decltype(known)::value>(pixels, weights, of.channels, tile);
+            });
+            with_slot(at.lanes.slot, [&](auto slot) {
+                put<decltype(slot)::value>(of, own, tile, at.width, panel, first, count, present, mine);
+            });
+        });
+}
+
+// From the pixels of a group of lines, [pixel][width], to those of the groups across: [group][line][width].
+void hand_over(const Module& of, const Lanes& lanes, int group, int present, const Vector* from, int width, Vector* to) {
+    with_slot(lanes.slot, [&](auto known) {
+        constexpr int slot = decltype(known)::value;
+        for (int x = 0; x < of.length; x++) {
+            const float* const source = floats(from + x * width);
+            Vector* const pixels = to + (int64_t(x / lanes.together) * of.lines + group * lanes.together) * width;
+            for (int line = 0; line < present; line++) {
+                float* const target = floats(pixels + line * width) + x % lanes.together * slot;
+                for (int c = 0; c < width; c++)
+                    __builtin_memcpy(target + c * LANES, source + c * LANES + line * slot, slot * 4);
+            }
+        }
+    });
+}
+
+// What the lines of a group add to the context vectors, each lane for itself: the largest keys, the sums of weights, and
+// the sums of weights times values. A lane without a line has lost before it begins.
+void add_to_context(const Module& of, const Own& own, int spare, Vector* mine, Vector* part) {
+    Vector *const maxima = part, *const totals = part + of.key, *const sums = part + 2 * of.key;
+    Vector *const keys = mine + own.keys, *const weights = mine + own.weights;
+    for (int c = 0; c < of.key; c++) {
+        Vector maximum = keys[c], total = {};
+        for (int x = 1; x < of.length; x++) {
+            const Vector key = keys[x * of.key + c];
+            maximum = key > maximum ? key : maximum;
+        }
+        for (int x = 0; x < of.length; x++) {
+            const Vector weight = exponential<Vector, Bits>(keys[x * of.key + c] - maximum);
+            weights[c * of.length + x] = weight;
+            total += weight;
+        }
+        for (int lane = LANES - spare; lane < LANES; lane++) maximum[lane] = -__builtin_inff();
+        maxima[c] = maximum;
+        totals[c] = total;
+    }
+    clear(sums, int64_t(of.key) * of.value);
+    for_pixels(of.key, [&](int c, auto rows) {
+        mix_channels<decltype(rows)::value>(weights + c * of.length, of.length, mine + own.values, of.length, of.value,
+                                            sums + c * of.value);
+    });
+}
+
+// The same number of all lines: a lane, joined by f with that of the same head in each other slot.
+template <class F>
+Vector over_slots(Vector vector, int slot, F&& f) {
+    for (int step = slot; step < LANES; step *= 2) {
+        Vector twice[2] = {vector, vector}, turned;
+        __builtin_memcpy(&turned, floats(twice) + step, sizeof turned);
+        vector = f(vector, turned);
+    }
+    return vector;
+}
+
+// The context vectors of an image and a set, from what all groups have to say.
+void join_context(const Module& of, const Shared& at, const Vector* parts, Vector* context) {
+    const auto larger = [](Vector a, Vector b) { return a > b ? a : b; };
+    const auto plus = [](Vector a, Vector b) { return a + b; };
+    clear(context, int64_t(of.key) * of.value);
+    for (int c = 0; c < of.key; c++) {
+        Vector maximum = parts[c], total = {};
+        for (int group = 1; group < at.groups; group++) maximum = larger(maximum, parts[group * at.part + c]);
+        maximum = over_slots(maximum, at.lanes.slot, larger);
+        Vector* const sums = context + c * of.value;
+        for (int group = 0; group < at.groups; group++) {
+            const Vector* const part = parts + group * at.part;
+            const Vector weight = exponential<Vector, Bits>(part[c] - maximum);
+            total += weight * part[of.key + c];
+            for (int i = 0; i < of.value; i++) sums[i] += weight * part[2 * of.key + c * of.value + i];
+        }
+        total = over_slots(total, at.lanes.slot, plus);
+        for (int i = 0; i < of.value; i++) sums[i] = over_slots(sums[i], at.lanes.slot, plus) / total;
+    }
+}
+
+void attend_along(const Module& of, const Shared& at, const Own& own, int image, int group, Vector* all, Vector* mine) {
+    const int present = at.lanes.present(group, of.lines);
+    pack_group(of, at.lanes, image, group, present, floats(mine + own.pixels));
+    for (int set = 0; set < at.lanes.sets; set++) {
+        const int64_t unit = int64_t(image) * at.lanes.sets + set;
+        project_group(of, at, own, all + at.weights + int64_t(set) * at.panels * of.channels * WIDE, present, mine);
+        if (of.content)
+            add_to_context(of, own, (at.lanes.together - present) * at.lanes.slot, mine,
+                           all + at.parts + (unit * at.groups + group) * at.part);
+        const Vector* values = mine + own.values;
+        if (of.along) {
+            Vector* const sums = mine + own.sums;
+            clear(sums, int64_t(of.length) * of.value);
+            add_positional(mine + own.queries, values, of.along, of.length, of.key, of.value, mine + own.scores, sums);
+            if (of.between)
+                scale_and_shift(all + at.between + set * 2 * of.value, of.length, of.value, false, sums);
+            values = sums;
+        }
+        const int64_t pixels = int64_t(at.groups_across) * of.lines;
+        hand_over(of, at.lanes, group, present, mine + own.queries, of.key, all + at.queries + unit * pixels * of.key);
+        if (of.across)
+            hand_over(of, at.lanes, group, present, values, of.value, all + at.values + unit * pixels * of.value);
+    }
+}
+
+void attend_across(const Module& of, const Shared& at, const Own& own, int image, int group, Vector* all, Vector* mine) {
+    Vector* const sums = mine + own.sums;
+    for (int set = 0; set < at.lanes.sets; set++) {
+        const int64_t unit = int64_t(image) * at.lanes.sets + set;
+        const int64_t pixel = (unit * at.groups_across + group) * of.lines;
+        const Vector* const queries = all + at.queries + pixel * of.key;
+        clear(sums, int64_t(of.lines) * of.value);
+        if (of.content)
+            add_content(queries, all + at.context + unit * of.key * of.value, of.lines, of.key, of.value, sums);
+        if (of.across)
+            add_positional(queries, all + at.values + pixel * of.value, of.across, of.lines, of.key, of.value,
+                           mine + own.scores, sums);
+        if (of.finish) scale_and_shift(all + at.finish + set * 2 * of.value, of.lines, of.value, true, sums);
+        Starts starts;
+        for (int lane = 0; lane < LANES; lane++) {
+            const int line = group * at.lanes.together + lane / at.lanes.slot;
+            const int head = set * at.lanes.slot + lane % at.lanes.slot;
+            if (line < of.length && head < of.heads)
+                starts.at[lane] = of.out + image * of.out_image + line * of.out_pixel + head * of.value;
+        }
+        scatter(starts, of.out_line, of.lines, of.value, sums);
+    }
+}
+
+}  // namespace
+
+extern "C" void attend_as_module(const Module* module) {
+    const Module& of = *module;
+    const Shared at(of);
+    const Own own(of, at.lanes);
+    const int sets = at.lanes.sets;
+    Scratch<Vector> shared(at.count);
+    Vector* const all = shared.data;
+    for (int set = 0; set < sets; set++) {
+        if (of.between) spread(of, at.lanes, set, of.between, all + at.between + set * 2 * of.value);
+        if (of.finish) spread(of, at.lanes, set, of.finish, all + at.finish + set * 2 * of.value);
+    }
+#pragma omp parallel num_threads(of.threads)
+    {
+        Scratch<Vector> vectors(own.count);
+        Vector* const mine = vectors.data;
+#pragma omp for
+        for (int unit = 0; unit < sets * at.panels; unit++)
+            pack_panel(of, at, unit / at.panels, unit % at.panels,
+                       all + at.weights + int64_t(unit) * of.channels * WIDE);
+#pragma omp for schedule(dynamic)
+        for (int unit = 0; unit < of.images * at.groups; unit++)
+            attend_along(of, at, own, unit / at.groups, unit % at.groups, all, mine);
+        if (of.content) {
+#pragma omp for schedule(dynamic)
+            for (int unit = 0; unit < of.images * sets; unit++)
+                join_context(of, at, all + at.parts + int64_t(unit) * at.groups * at.part,
+                             all + at.context + int64_t(unit) * of.key * of.value);
+        }
+#pragma omp for schedule(dynamic)
+        for (int unit = 0; unit < of.images * at.groups_across; unit++)
+            attend_across(of, at, own, unit / at.groups_across, unit % at.groups_across, all, mine);
+    }
+}
