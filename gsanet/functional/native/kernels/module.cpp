@@ -79,9 +79,9 @@ struct Shared {
 };
 
 // The vectors of one thread: pixels as pack_pixels leaves them, a tile of outputs, queries and keys [pixel][key], values
-// and sums [pixel][value], the weights of content attention [key][pixel], and scores.
+// and sums [pixel][value], and scores.
 struct Own {
-    int64_t pixels, tile, queries, keys, values, sums, weights, scores, count;
+    int64_t pixels, tile, queries, keys, values, sums, scores, count;
 
     explicit Own(const Module& of, const Lanes& lanes) {
         const int64_t length = of.length, longest = of.length > of.lines ? of.length : of.lines;
@@ -92,7 +92,6 @@ struct Own {
         keys = take(of.content ? length * of.key : 0);
         values = take(length * of.value);
         sums = take(longest * of.value);
-        weights = take(of.content ? length * of.key : 0);
         scores = take(PIXELS * cached_pixels(of.value));
         count = take.end;
     }
@@ -157,47 +156,72 @@ void pack_group(const Module& of, const Lanes& lanes, int image, int group, int 
     });
 }
 
-// A tile of outputs to where each channel belongs.
-template <int slot>
-void put(const Module& of, const Own& own, const Vector (*tile)[WIDE], int width, int panel, int first, int count,
-         int present, Vector* mine) {
-    constexpr int PIECES = LANES / slot;
-    for (int i = 0; i < WIDE * PIECES; i++) {
-        int c = panel * WIDE * PIECES + i, step = of.key;
-        if (c >= width) return;
-        int64_t start = own.queries;
-        if (c >= width - of.value) {
-            c -= width - of.value;
-            start = own.values;
-            step = of.value;
-        } else if (c >= of.key) {
-            c -= of.key;
-            start = own.keys;
+// Where a channel of what is projected begins, and how far its next pixel is.
+struct Channel {
+    Vector* at;
+    int64_t step;
+
+    Channel(const Module& of, const Own& own, int c, Vector* mine) {
+        const int values = of.key * (of.content ? 2 : 1);
+        step = c < values ? of.key : of.value;
+        at = mine + (c < of.key ? own.queries + c : c < values ? own.keys + c - of.key : own.values + c - values);
+    }
+};
+
+// Where the blocks of a panel go: to their channels if slots hold whole blocks, and else to the tile.
+void find_blocks(const Module& of, const Shared& at, const Own& own, int panel, Vector* mine, Places& places) {
+    for (int b = 0; b < WIDE * BLOCKS; b++) {
+        const int output = (panel * WIDE * BLOCKS + b) * BLOCK, c = output / at.lanes.slot;
+        if (at.lanes.slot < BLOCK || c >= at.width) {
+            places.at[b] = floats(mine + own.tile) + b * BLOCK;
+            places.step[b] = WIDE * LANES;
+        } else {
+            const Channel channel(of, own, c, mine);
+            places.at[b] = floats(channel.at) + output % at.lanes.slot;
+            places.step[b] = channel.step * LANES;
         }
-        const float* from = floats(&tile[0][0]) + i * slot;
-        for (int n = first; n < first + count; n++, from += WIDE * LANES)
-            __builtin_memcpy(floats(mine + start + n / present * step + c) + n % present * slot, from, slot * 4);
+    }
+}
+
+// From the tile to channels, number by number.
+void distribute(const Module& of, const Shared& at, const Own& own, int panel, int first, int count, int present,
+                Vector* mine) {
+    const int slot = at.lanes.slot;
+    const float* const tile = floats(mine + own.tile);
+    for (int i = 0; i < WIDE * LANES; i++) {
+        const int output = panel * WIDE * LANES + i;
+        if (output >= at.width * slot) return;
+        const Channel channel(of, own, output / slot, mine);
+        for (int p = 0; p < count; p++) {
+            const int x = (first + p) / present, line = (first + p) % present;
+            floats(channel.at + x * channel.step)[line * slot + output % slot] = tile[p * WIDE * LANES + i];
+        }
     }
 }
 
 void project_group(const Module& of, const Shared& at, const Own& own, const Vector* weights, int present,
                    Vector* mine) {
+    const bool by_blocks = at.lanes.slot >= BLOCK;
     if (present < at.lanes.together) {  // lanes without a line
         clear(mine + own.queries, int64_t(of.length) * of.key);
         if (of.content) clear(mine + own.keys, int64_t(of.length) * of.key);
         clear(mine + own.values, int64_t(of.length) * of.value);
     }
-    auto* const tile = reinterpret_cast<Vector(*)[WIDE]>(mine + own.tile);
-    for (int panel = 0; panel < at.panels; panel++, weights += int64_t(of.channels) * WIDE)
+    Places places;
+    for (int panel = 0; panel < at.panels; panel++, weights += int64_t(of.channels) * WIDE) {
+        find_blocks(of, at, own, panel, mine, places);
         for_pixel_tiles(present * of.length, [&](int first, int count) {
+            for (int p = 0; p < count; p++) {
+                places.x[p] = by_blocks ? (first + p) / present : p;
+                places.lane[p] = by_blocks ? (first + p) % present * at.lanes.slot : 0;
+            }
             const float* const pixels = floats(mine + own.pixels) + int64_t(first) * of.channels;
             with_known<TALL>(count, [&](auto known) {
-                project<decltype(known)::value>(pixels, weights, of.channels, tile);
+                project<decltype(known)::value>(pixels, weights, of.channels, places);
             });
-            with_slot(at.lanes.slot, [&](auto slot) {
-                put<decltype(slot)::value>(of, own, tile, at.width, panel, first, count, present, mine);
-            });
+            if (!by_blocks) distribute(of, at, own, panel, first, count, present, mine);
         });
+    }
 }
 
 // From the pixels of a group of lines, [pixel][width], to those of the groups across: [group][line][width].
@@ -220,26 +244,28 @@ void hand_over(const Module& of, const Lanes& lanes, int group, int present, con
 // the sums of weights times values. A lane without a line has lost before it begins.
 void add_to_context(const Module& of, const Own& own, int spare, Vector* mine, Vector* part) {
     Vector *const maxima = part, *const totals = part + of.key, *const sums = part + 2 * of.key;
-    Vector *const keys = mine + own.keys, *const weights = mine + own.weights;
+    Vector* const keys = mine + own.keys;
     for (int c = 0; c < of.key; c++) {
-        Vector maximum = keys[c], total = {};
-        for (int x = 1; x < of.length; x++) {
-            const Vector key = keys[x * of.key + c];
-            maximum = key > maximum ? key : maximum;
-        }
-        for (int x = 0; x < of.length; x++) {
-            const Vector weight = exponential<Vector, Bits>(keys[x * of.key + c] - maximum);
-            weights[c * of.length + x] = weight;
-            total += weight;
-        }
-        for (int lane = LANES - spare; lane < LANES; lane++) maximum[lane] = -__builtin_inff();
-        maxima[c] = maximum;
-        totals[c] = total;
+        maxima[c] = keys[c];
+        totals[c] = Vector{};
     }
+    for (int x = 1; x < of.length; x++)
+        for (int c = 0; c < of.key; c++) {
+            const Vector key = keys[x * of.key + c];
+            maxima[c] = key > maxima[c] ? key : maxima[c];
+        }
+    for (int x = 0; x < of.length; x++)
+        for (int c = 0; c < of.key; c++) {
+            Vector& key = keys[x * of.key + c];
+            key = exponential<Vector, Bits>(key - maxima[c]);
+            totals[c] += key;
+        }
+    for (int c = 0; c < of.key; c++)
+        for (int lane = LANES - spare; lane < LANES; lane++) maxima[c][lane] = -__builtin_inff();
     clear(sums, int64_t(of.key) * of.value);
     for_pixels(of.key, [&](int c, auto rows) {
-        mix_channels<decltype(rows)::value>(weights + c * of.length, of.length, mine + own.values, of.length, of.value,
-                                            sums + c * of.value);
+        mix_channels<decltype(rows)::value>(keys + c, 1, mine + own.values, of.length, of.value, sums + c * of.value,
+                                            of.key);
     });
 }
 

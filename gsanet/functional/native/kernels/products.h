@@ -56,9 +56,9 @@ inline void score_attending(const Vector* queries, int width, const float* windo
 
 // out[x][c] += sum over i < count of weights[x][i] * values[i][c], for X pixels and C channels.
 //
-// weights: [x][row]. values and out: [i][width] and [x][width].
+// weights: weights[x][i] is at x * row + i * column. values and out: [i][width] and [x][width].
 template <int X, int C>
-inline void mix(const Vector* weights, int row, const Vector* values, int count, int width, Vector* out) {
+inline void mix(const Vector* weights, int row, const Vector* values, int count, int width, Vector* out, int column) {
     Vector sums[X][C];
     UNROLLED for (int x = 0; x < X; x++)
         UNROLLED for (int c = 0; c < C; c++) sums[x][c] = out[x * width + c];
@@ -66,7 +66,7 @@ inline void mix(const Vector* weights, int row, const Vector* values, int count,
         Vector value[C];
         UNROLLED for (int c = 0; c < C; c++) value[c] = values[i * width + c];
         UNROLLED for (int x = 0; x < X; x++) {
-            const Vector weight = weights[x * row + i];
+            const Vector weight = weights[x * row + i * column];
             UNROLLED for (int c = 0; c < C; c++) sums[x][c] += weight * value[c];
         }
     }
@@ -75,8 +75,9 @@ inline void mix(const Vector* weights, int row, const Vector* values, int count,
 }
 
 template <int X>
-inline void mix_channels(const Vector* weights, int row, const Vector* values, int count, int width, Vector* out) {
+inline void mix_channels(const Vector* weights, int row, const Vector* values, int count, int width, Vector* out,
+                         int column = 1) {
     for_tiles(width, [&](int c, auto tile) {
-        mix<X, decltype(tile)::value>(weights, row, values + c, count, width, out + c);
+        mix<X, decltype(tile)::value>(weights, row, values + c, count, width, out + c, column);
     });
 }

@@ -3,7 +3,8 @@
 
 #include "vectors.h"
 
-constexpr int WIDE = 2;  // vectors of outputs whose sums are made together
+constexpr int WIDE = 2;               // vectors of outputs whose sums are made together
+constexpr int BLOCKS = LANES / BLOCK;  // of a vector
 #if defined(__AVX512F__)
 constexpr int TALL = 14;  // pixels whose sums are made together
 #else
@@ -47,9 +48,16 @@ inline void pack_pixels(const float* const* pixels, int count, int channels, int
         for (int p = 0; p < count; p++) to[c * count + p] = pixels[p][c * step];
 }
 
-// out[p] = pixel p times WIDE vectors of weights, for P pixels. pixels: [channel][P]. weights: [channel][WIDE].
+// Where the outputs of a tile go: block b of pixel p to at[b] + x[p] * step[b] + lane[p].
+struct Places {
+    float* at[WIDE * BLOCKS];
+    int64_t step[WIDE * BLOCKS];
+    int64_t x[TALL], lane[TALL];
+};
+
+// P pixels times WIDE vectors of weights. pixels: [channel][P]. weights: [channel][WIDE].
 template <int P>
-inline void project(const float* pixels, const Vector* weights, int channels, Vector (*out)[WIDE]) {
+inline void project(const float* pixels, const Vector* weights, int channels, const Places& to) {
     Vector sums[P][WIDE] = {};
     for (int c = 0; c < channels; c++) {
         Vector weight[WIDE];
@@ -60,5 +68,12 @@ inline void project(const float* pixels, const Vector* weights, int channels, Ve
         }
     }
     UNROLLED for (int p = 0; p < P; p++)
-        UNROLLED for (int i = 0; i < WIDE; i++) out[p][i] = sums[p][i];
+        UNROLLED for (int i = 0; i < WIDE; i++) {
+            Block blocks[BLOCKS];
+            __builtin_memcpy(blocks, &sums[p][i], sizeof blocks);
+            UNROLLED for (int b = 0; b < BLOCKS; b++) {
+                const int block = i * BLOCKS + b;
+                store_block(to.at[block] + to.x[p] * to.step[block] + to.lane[p], blocks[b]);
+            }
+        }
 }
