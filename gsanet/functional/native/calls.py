@@ -1,7 +1,7 @@
 """One function for each kernel: tensors to its arguments. Each structure mirrors the one of the kernel's file."""
 
-from ctypes import Structure, byref, c_int, c_int64, c_void_p
-from typing import Any
+from ctypes import Structure, byref, c_float, c_int, c_int64, c_void_p
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,12 +50,35 @@ class Context(Structure):
     )  # fmt: skip
 
 
+class FixedNorm(NamedTuple):
+    """A norm with fixed statistics, of each channel: scale * (x - mean) / sqrt(variance + epsilon) + shift.
+
+    Its tensors are contiguous; without a scale it is 1, and without the others 0.
+    """
+
+    scale: Tensor | None
+    shift: Tensor | None
+    mean: Tensor | None = None
+    variance: Tensor | None = None
+    epsilon: float = 0.0
+
+
+class NormArguments(Structure):
+    """`Norm` of `kernels/module.cpp`."""
+
+    _fields_ = (
+        ("scale", c_void_p), ("shift", c_void_p), ("mean", c_void_p), ("variance", c_void_p), ("epsilon", c_float),
+        ("present", c_int),
+    )  # fmt: skip
+
+
 class Module(Structure):
     """The arguments of `kernels/module.cpp`."""
 
     _fields_ = (
         ("x", c_void_p), ("x_image", c_int64), ("x_line", c_int64), ("x_pixel", c_int64), ("x_channel", c_int64),
-        ("weight", c_void_p), ("along", c_void_p), ("across", c_void_p), ("between", c_void_p), ("finish", c_void_p),
+        ("weight", c_void_p), ("along", c_void_p), ("across", c_void_p),
+        ("between", NormArguments), ("finish", NormArguments),
         ("out", c_void_p), ("out_image", c_int64), ("out_line", c_int64), ("out_pixel", c_int64),
         ("content", c_int), ("images", c_int), ("lines", c_int), ("length", c_int), ("channels", c_int),
         ("heads", c_int), ("key", c_int), ("value", c_int), ("threads", c_int),
@@ -120,34 +143,32 @@ def context_vectors(k: Tensor, v: Tensor) -> Tensor:
 
 def attend_as_module(
     x: Tensor,
+    out: Tensor,
     weight: Tensor,
     along: Tensor | None,
     across: Tensor | None,
     content: bool,
-    out: Tensor,
-    *,
-    between: Tensor | None,
-    finish: Tensor | None,
+    between: FixedNorm | None,
+    finish: FixedNorm | None,
 ) -> None:
     """A whole module in evaluation, without pooling.
 
     Args:
         x: The map, (batch, line, pixel, channel), of any strides.
+        out: Where the output goes, (batch, line, pixel, head, v); the channels of a pixel lie side by side.
         weight: Rows for queries, keys (if there is content attention) and values, each (head, channel), contiguous.
         along: Embeddings for attention along the lines, as `rel` of `attend`.
         across: Embeddings for attention across the lines, to the output of that along them or, without it, to values.
         content: Whether there is content attention, which is added to that across.
-        out: Where the output goes, (batch, line, pixel, head, v); the channels of a pixel lie side by side.
-        between: Scale and shift, (2, head * v), of the output of attention along the lines, contiguous.
-        finish: Scale and shift of the module's output, contiguous; a ReLU comes behind these.
+        between: A norm of the output of attention along the lines.
+        finish: A norm of the module's output, behind which comes a ReLU.
     """
     batch, lines, length, channels = x.shape
     heads, value = out.shape[3:]
     key = (len(weight) - heads * value) // (heads * (2 if content else 1))
-    image, line, pixel, channel = x.stride()
     arguments = Module(
-        x.data_ptr(), image, line, pixel, channel,
-        weight.data_ptr(), _pointer(along), _pointer(across), _pointer(between), _pointer(finish),
+        x.data_ptr(), *x.stride(),
+        weight.data_ptr(), _pointer(along), _pointer(across), _norm(between), _norm(finish),
         out.data_ptr(), *out.stride()[:3],
         content, batch, lines, length, channels, heads, key, value, torch.get_num_threads(),
     )  # fmt: skip
@@ -165,6 +186,10 @@ def _lines(tensor: Tensor, axis: Axis) -> Map:
     image, x, y = tensor.stride()[:3]
     line, pixel = (y, x) if axis == "column" else (x, y)
     return Map(tensor.data_ptr(), image, line, pixel)
+
+
+def _norm(norm: FixedNorm | None) -> NormArguments:
+    return NormArguments() if norm is None else NormArguments(*map(_pointer, norm[:4]), norm.epsilon, True)
 
 
 def _pointer(tensor: Tensor | None) -> Any:

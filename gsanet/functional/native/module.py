@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from gsanet.functional.attention import to_feature_map
 from gsanet.functional.backends import Norm
-from gsanet.functional.fused.norms import applied_in_evaluation
 from gsanet.functional.lean import fit_table
 from gsanet.functional.native import calls
 from gsanet.functional.pooling import average_pool
@@ -29,38 +28,42 @@ def attention_map(
 ) -> Tensor:
     """As `gsanet.functional.global_self_attention_map`; the norm is one in evaluation, or its scale and shift."""
     batch, _, height, width = x.shape
-    weight = weight.contiguous()
     dim_out = len(weight) - dim_key * (2 if content else 1)
     column, row = (
         None if rel is None else fit_table(rel, length, reach).contiguous()
         for rel, length in ((rel_column, height), (rel_row, width))
     )
-    between = None
-    if column is not None and row is not None and norm is not None:
-        assert isinstance(norm, Tensor | nn.BatchNorm2d)
-        between = norm.contiguous() if isinstance(norm, Tensor) else applied_in_evaluation(norm)[:2]
-    finish = None if finish is None else finish.contiguous()
+    # Lines are columns, and rows lie across them. A single axis is the one across: content attention comes with it.
+    one_axis = column is None or row is None
+    along, across = (None, column if row is None else row) if one_axis else (column, row)
+    between = None if one_axis or norm is None else _fixed(norm)
+    afterwards = None if finish is None or stride > 1 else _fixed(finish)
+    weight = weight.contiguous()
 
-    # Lines are columns, and rows lie across them. A single axis is the one across, for which content attention waits.
-    along, across = (column, row) if row is not None else (None, column)
-    column_is_last = row is None
     pieces = -(-batch * height * width * len(weight) // PIECE)
-    at_once = -(-batch // max(1, pieces))
-
-    heads = num_heads, dim_out // num_heads
-    out = x.new_empty(batch, -(-height // stride), -(-width // stride), *heads)
-    before_pooling = x.new_empty(at_once, height, width, *heads) if stride > 1 else None
-    for first in range(0, batch, max(1, at_once)):
+    at_once = -(-batch // pieces)
+    out = x.new_empty(batch, -(-height // stride), -(-width // stride), num_heads, dim_out // num_heads)
+    before_pooling = x.new_empty(at_once, height, width, *out.shape[3:]) if stride > 1 else None
+    for first in range(0, batch, at_once):
         images, target = (one[first : first + at_once] for one in (x.permute(0, 2, 3, 1), out))
         attended = target if before_pooling is None else before_pooling[: len(images)]
-        lines, attended_lines = (one if column_is_last else one.transpose(1, 2) for one in (images, attended))
-        calls.attend_as_module(
-            lines, weight, along, across, content, attended_lines,
-            between=between, finish=finish if before_pooling is None else None,
-        )  # fmt: skip
+        lines, out_lines = (one if row is None else one.transpose(1, 2) for one in (images, attended))
+        calls.attend_as_module(lines, out_lines, weight, along, across, content, between, afterwards)
         if before_pooling is not None:
             _pool(attended, stride, finish, target)
     return to_feature_map(out)
+
+
+def _fixed(norm: Norm | Tensor) -> calls.FixedNorm:
+    if isinstance(norm, Tensor):
+        scale, shift = norm.contiguous()
+        return calls.FixedNorm(scale, shift)
+    assert isinstance(norm, nn.BatchNorm2d)
+    scale, shift, mean, variance = (
+        None if one is None else one.contiguous()
+        for one in (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    )
+    return calls.FixedNorm(scale, shift, mean, variance, norm.eps)
 
 
 def _pool(attended: Tensor, stride: int, finish: Tensor | None, out: Tensor) -> None:

@@ -302,7 +302,7 @@ def test_refusals():
     assert "not with BatchNorm2d as it is" in module_reason(nn.BatchNorm2d(64))
     assert "not with GroupNorm as it is" in module_reason(nn.GroupNorm(2, 64))
     assert "for 32 channels" in module_reason(nn.BatchNorm2d(32).eval())
-    assert "norms in float32" in module_reason(nn.BatchNorm2d(64).eval().double())
+    assert "norms of plain tensors in float32" in module_reason(nn.BatchNorm2d(64).eval().double())
     module.norm.register_forward_hook(lambda *_: None)
     assert "hooks" in module_reason(module.norm)
 

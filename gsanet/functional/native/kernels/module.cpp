@@ -10,14 +10,22 @@
 
 namespace {
 
+// A norm with fixed statistics: scale * (x - mean) / sqrt(variance + epsilon) + shift, for (head, value). Null: ones, or
+// zeros; without a variance there is no mean either.
+struct Norm {
+    const float *scale, *shift, *mean, *variance;
+    float epsilon;
+    int present;
+};
+
 struct Module {
     const float* x;
     int64_t x_image, x_line, x_pixel, x_channel;  // distances, in numbers
-    const float* weight;     // (row, channel): rows of queries, keys (if there is content attention) and values
-    const float* along;      // embeddings, (2 * length - 1, key); or null: no attention along the lines
-    const float* across;     // embeddings, (2 * lines - 1, key); or null
-    const float* between;    // scale and shift, (2, head, value), of what attended along the lines; or null
-    const float* finish;     // scale and shift, (2, head, value), before a ReLU; or null
+    const float* weight;  // (row, channel): rows of queries, keys (if there is content attention) and values
+    const float* along;   // embeddings, (2 * length - 1, key); or null: no attention along the lines
+    const float* across;  // embeddings, (2 * lines - 1, key); or null
+    Norm between;         // of the output of attention along the lines
+    Norm finish;          // of the module's output, before a ReLU
     float* out;
     int64_t out_image, out_line, out_pixel;
     int content, images, lines, length, channels, heads, key, value, threads;
@@ -68,8 +76,8 @@ struct Shared {
         const int64_t each = int64_t(of.images) * lanes.sets;
         Layout take;
         weights = take(int64_t(lanes.sets) * panels * of.channels * WIDE);
-        between = take(of.between ? lanes.sets * 2 * of.value : 0);
-        finish = take(of.finish ? lanes.sets * 2 * of.value : 0);
+        between = take(of.between.present ? lanes.sets * 2 * of.value : 0);
+        finish = take(of.finish.present ? lanes.sets * 2 * of.value : 0);
         queries = take(each * groups_across * of.lines * of.key);
         values = take(of.across ? each * groups_across * of.lines * of.value : 0);
         parts = take(of.content ? each * groups * part : 0);
@@ -118,21 +126,19 @@ void pack_panel(const Module& of, const Shared& at, int set, int panel, Vector* 
     pack_weights(rows, of.channels, to);
 }
 
-// (2, head, value) as vectors [2][value] of a set.
-void spread(const Module& of, const Lanes& lanes, int set, const float* from, Vector* to) {
-    for (int i = 0; i < 2; i++)
-        for (int c = 0; c < of.value; c++)
-            for (int lane = 0; lane < LANES; lane++) {
-                const int head = set * lanes.slot + lane % lanes.slot;
-                to[i * of.value + c][lane] = head < of.heads ? from[(i * of.heads + head) * of.value + c] : 0;
+// What a norm does to a set, as scales and shifts [2][value].
+void spread(const Module& of, const Lanes& lanes, const Norm& norm, int set, Vector* to) {
+    for (int c = 0; c < of.value; c++)
+        for (int lane = 0; lane < LANES; lane++) {
+            const int head = set * lanes.slot + lane % lanes.slot;
+            const int channel = (head < of.heads ? head : 0) * of.value + c;
+            float scale = norm.scale ? norm.scale[channel] : 1, shift = norm.shift ? norm.shift[channel] : 0;
+            if (norm.variance) {
+                scale /= __builtin_sqrtf(norm.variance[channel] + norm.epsilon);
+                shift -= norm.mean[channel] * scale;
             }
-}
-
-void scale_and_shift(const Vector* affine, int pixels, int width, bool relu, Vector* sums) {
-    for (int x = 0; x < pixels; x++)
-        for (int c = 0; c < width; c++) {
-            const Vector sum = sums[x * width + c] * affine[c] + affine[width + c];
-            sums[x * width + c] = relu ? (sum < 0 ? Vector{} : sum) : sum;  // NaN stays NaN
+            to[c][lane] = scale;
+            to[of.value + c][lane] = shift;
         }
 }
 
@@ -224,18 +230,33 @@ void project_group(const Module& of, const Shared& at, const Own& own, const Vec
     }
 }
 
+// Of one pixel, from a slot to another slot of other vectors; scaled and shifted unless that is null.
+template <int slot>
+inline void hand_over_pixel(const float* from, int width, const Vector* affine, float* to) {
+    typedef float Piece __attribute__((vector_size(4 * slot)));
+    for (int c = 0; c < width; c++) {
+        Piece piece;
+        __builtin_memcpy(&piece, from + c * LANES, sizeof piece);
+        if (affine) {
+            Piece scale, shift;
+            __builtin_memcpy(&scale, affine + c, sizeof scale);
+            __builtin_memcpy(&shift, affine + width + c, sizeof shift);
+            piece = piece * scale + shift;
+        }
+        __builtin_memcpy(to + c * LANES, &piece, sizeof piece);
+    }
+}
+
 // From the pixels of a group of lines, [pixel][width], to those of the groups across: [group][line][width].
-void hand_over(const Module& of, const Lanes& lanes, int group, int present, const Vector* from, int width, Vector* to) {
+void hand_over(const Module& of, const Lanes& lanes, int group, int present, const Vector* from, int width,
+               const Vector* affine, Vector* to) {
     with_slot(lanes.slot, [&](auto known) {
         constexpr int slot = decltype(known)::value;
         for (int x = 0; x < of.length; x++) {
-            const float* const source = floats(from + x * width);
             Vector* const pixels = to + (int64_t(x / lanes.together) * of.lines + group * lanes.together) * width;
-            for (int line = 0; line < present; line++) {
-                float* const target = floats(pixels + line * width) + x % lanes.together * slot;
-                for (int c = 0; c < width; c++)
-                    __builtin_memcpy(target + c * LANES, source + c * LANES + line * slot, slot * 4);
-            }
+            for (int line = 0; line < present; line++)
+                hand_over_pixel<slot>(floats(from + x * width) + line * slot, width, affine,
+                                      floats(pixels + line * width) + x % lanes.together * slot);
         }
     });
 }
@@ -315,14 +336,14 @@ void attend_along(const Module& of, const Shared& at, const Own& own, int image,
             Vector* const sums = mine + own.sums;
             clear(sums, int64_t(of.length) * of.value);
             add_positional(mine + own.queries, values, of.along, of.length, of.key, of.value, mine + own.scores, sums);
-            if (of.between)
-                scale_and_shift(all + at.between + set * 2 * of.value, of.length, of.value, false, sums);
             values = sums;
         }
-        const int64_t pixels = int64_t(at.groups_across) * of.lines;
-        hand_over(of, at.lanes, group, present, mine + own.queries, of.key, all + at.queries + unit * pixels * of.key);
+        const int64_t pixels = unit * at.groups_across * of.lines;
+        hand_over(of, at.lanes, group, present, mine + own.queries, of.key, nullptr, all + at.queries + pixels * of.key);
         if (of.across)
-            hand_over(of, at.lanes, group, present, values, of.value, all + at.values + unit * pixels * of.value);
+            hand_over(of, at.lanes, group, present, values, of.value,
+                      of.along && of.between.present ? all + at.between + set * 2 * of.value : nullptr,
+                      all + at.values + pixels * of.value);
     }
 }
 
@@ -338,7 +359,14 @@ void attend_across(const Module& of, const Shared& at, const Own& own, int image
         if (of.across)
             add_positional(queries, all + at.values + pixel * of.value, of.across, of.lines, of.key, of.value,
                            mine + own.scores, sums);
-        if (of.finish) scale_and_shift(all + at.finish + set * 2 * of.value, of.lines, of.value, true, sums);
+        if (of.finish.present) {
+            const Vector* const affine = all + at.finish + set * 2 * of.value;
+            for (int x = 0; x < of.lines; x++)
+                for (int c = 0; c < of.value; c++) {
+                    const Vector sum = sums[x * of.value + c] * affine[c] + affine[of.value + c];
+                    sums[x * of.value + c] = sum < 0 ? Vector{} : sum;  // NaN stays NaN
+                }
+        }
         Starts starts;
         for (int lane = 0; lane < LANES; lane++) {
             const int line = group * at.lanes.together + lane / at.lanes.slot;
@@ -360,8 +388,8 @@ extern "C" void attend_as_module(const Module* module) {
     Scratch<Vector> shared(at.count);
     Vector* const all = shared.data;
     for (int set = 0; set < sets; set++) {
-        if (of.between) spread(of, at.lanes, set, of.between, all + at.between + set * 2 * of.value);
-        if (of.finish) spread(of, at.lanes, set, of.finish, all + at.finish + set * 2 * of.value);
+        if (of.between.present) spread(of, at.lanes, of.between, set, all + at.between + set * 2 * of.value);
+        if (of.finish.present) spread(of, at.lanes, of.finish, set, all + at.finish + set * 2 * of.value);
     }
 #pragma omp parallel num_threads(of.threads)
     {
