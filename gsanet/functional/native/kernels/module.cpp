@@ -174,13 +174,14 @@ struct Channel {
     }
 };
 
-// Where the blocks of a panel go: to their channels if slots hold whole blocks, and else to the tile.
+// Where the blocks of a panel go: to their channels if slots hold whole blocks, and else to the tile. Blocks behind the
+// last channel all go to the tile's first pixels, and no further.
 void find_blocks(const Module& of, const Shared& at, const Own& own, int panel, Vector* mine, Places& places) {
     for (int b = 0; b < WIDE * BLOCKS; b++) {
         const int output = (panel * WIDE * BLOCKS + b) * BLOCK, c = output / at.lanes.slot;
         if (at.lanes.slot < BLOCK || c >= at.width) {
             places.at[b] = floats(mine + own.tile) + b * BLOCK;
-            places.step[b] = WIDE * LANES;
+            places.step[b] = at.lanes.slot < BLOCK ? WIDE * LANES : 0;
         } else {
             const Channel channel(of, own, c, mine);
             places.at[b] = floats(channel.at) + output % at.lanes.slot;
