@@ -101,6 +101,6 @@ struct Layout {
 
 // How many pixels of so many channels stay in the first cache, beside other things, while others are made of them.
 inline int cached_pixels(int channels) {
-    const int pixels = (1 << 14) / static_cast<int>(channels * sizeof(Vector)) / TILE * TILE;
+    const int pixels = (1 << 15) / static_cast<int>(channels * sizeof(Vector)) / TILE * TILE;
     return pixels < TILE ? TILE : pixels;
 }

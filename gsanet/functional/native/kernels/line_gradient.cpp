@@ -50,7 +50,7 @@ void differentiate_values(const LineGradient& of, const Vectors& at, Vector* vec
             constexpr int I = decltype(pixels)::value;
             const float* const window = of.embeddings + int64_t(of.length - 1 + i - first) * of.key;
             score_attending<I>(vectors + at.queries + first * of.key, of.key, window, count, scores, at.piece);
-            mix_channels<I>(scores, at.piece, vectors + at.gradient + first * of.value, count, of.value,
+            mix_channels<I>(scores, at.piece, 1, vectors + at.gradient + first * of.value, count, of.value, first > 0,
                             vectors + at.d_values + i * of.value);
         });
     }
@@ -86,7 +86,6 @@ void differentiate(const LineGradient& of, const Vectors& at, const Group& group
     for (int lane = group.count; lane < LANES; lane++)  // a pair that only stands in adds nothing
         for (int64_t i = 0; i < int64_t(of.length) * of.value; i++) gradient[i][lane] = 0;
     clear(d_queries, int64_t(of.length) * of.key);
-    clear(d_values, int64_t(of.length) * of.value);
 
     differentiate_values(of, at, vectors);
     for (int first = 0; first < of.length; first += STRIP)

@@ -29,16 +29,16 @@ struct Vectors {
 void attend(const Lines& of, const Vectors& at, const Group& group, Vector* vectors) {
     Vector *const queries = vectors + at.queries, *const sums = vectors + at.sums;
     gather(Starts(group, of.queries, of.key, true), of.queries.pixel, of.length, of.key, queries);
-    clear(sums, int64_t(of.length) * of.value);
     if (of.context) {
         const float* const context = of.context + int64_t(group.image) * of.heads * of.key * of.value;
         gather(Starts(group, context, of.key * of.value), of.value, of.key, of.value, vectors + at.context);
-        add_content(queries, vectors + at.context, of.length, of.key, of.value, sums);
+        attend_by_content(queries, vectors + at.context, of.length, of.key, of.value, sums);
     }
     if (of.embeddings) {
         Vector* const values = vectors + at.values;
         gather(Starts(group, of.values, of.value, true), of.values.pixel, of.length, of.value, values);
-        add_positional(queries, values, of.embeddings, of.length, of.key, of.value, vectors + at.scores, sums);
+        attend_by_position(queries, values, of.embeddings, of.length, of.key, of.value, of.context != nullptr,
+                           vectors + at.scores, sums);
     }
     scatter(Starts(group, of.out, of.value, false), of.out.pixel, of.length, of.value, sums);
 }

@@ -284,10 +284,9 @@ void add_to_context(const Module& of, const Own& own, int spare, Vector* mine, V
         }
     for (int c = 0; c < of.key; c++)
         for (int lane = LANES - spare; lane < LANES; lane++) maxima[c][lane] = -__builtin_inff();
-    clear(sums, int64_t(of.key) * of.value);
     for_pixels(of.key, [&](int c, auto rows) {
-        mix_channels<decltype(rows)::value>(keys + c, 1, mine + own.values, of.length, of.value, sums + c * of.value,
-                                            of.key);
+        mix_channels<decltype(rows)::value>(keys + c, 1, of.key, mine + own.values, of.length, of.value, false,
+                                            sums + c * of.value);
     });
 }
 
@@ -335,8 +334,8 @@ void attend_along(const Module& of, const Shared& at, const Own& own, int image,
         const Vector* values = mine + own.values;
         if (of.along) {
             Vector* const sums = mine + own.sums;
-            clear(sums, int64_t(of.length) * of.value);
-            add_positional(mine + own.queries, values, of.along, of.length, of.key, of.value, mine + own.scores, sums);
+            attend_by_position(mine + own.queries, values, of.along, of.length, of.key, of.value, false,
+                               mine + own.scores, sums);
             values = sums;
         }
         const int64_t pixels = unit * at.groups_across * of.lines;
@@ -354,12 +353,11 @@ void attend_across(const Module& of, const Shared& at, const Own& own, int image
         const int64_t unit = int64_t(image) * at.lanes.sets + set;
         const int64_t pixel = (unit * at.groups_across + group) * of.lines;
         const Vector* const queries = all + at.queries + pixel * of.key;
-        clear(sums, int64_t(of.lines) * of.value);
         if (of.content)
-            add_content(queries, all + at.context + unit * of.key * of.value, of.lines, of.key, of.value, sums);
+            attend_by_content(queries, all + at.context + unit * of.key * of.value, of.lines, of.key, of.value, sums);
         if (of.across)
-            add_positional(queries, all + at.values + pixel * of.value, of.across, of.lines, of.key, of.value,
-                           mine + own.scores, sums);
+            attend_by_position(queries, all + at.values + pixel * of.value, of.across, of.lines, of.key, of.value,
+                               of.content, mine + own.scores, sums);
         if (of.finish.present) {
             const Vector* const affine = all + at.finish + set * 2 * of.value;
             for (int x = 0; x < of.lines; x++)
