@@ -1,4 +1,4 @@
-"""The whole module: a few images at a time, so that what lies between its steps stays in the cache."""
+"""The whole module in evaluation: one kernel, and PyTorch's pooling."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from gsanet.functional.lean import fit_table
 from gsanet.functional.native import calls
 from gsanet.functional.pooling import average_pool
 
-PIECE = 2**21  # numbers of q, k and v together that are made at a time
+PIECE = 2**20  # numbers of the output before pooling that are made at a time
 
 
 def attention_map(
@@ -40,17 +40,20 @@ def attention_map(
     afterwards = None if finish is None or stride > 1 else _fixed(finish)
     weight = weight.contiguous()
 
-    pieces = -(-batch * height * width * len(weight) // PIECE)
-    at_once = -(-batch // pieces)
-    out = x.new_empty(batch, -(-height // stride), -(-width // stride), num_heads, dim_out // num_heads)
-    before_pooling = x.new_empty(at_once, height, width, *out.shape[3:]) if stride > 1 else None
-    for first in range(0, batch, at_once):
-        images, target = (one[first : first + at_once] for one in (x.permute(0, 2, 3, 1), out))
-        attended = target if before_pooling is None else before_pooling[: len(images)]
-        lines, out_lines = (one if row is None else one.transpose(1, 2) for one in (images, attended))
+    def attend(images: Tensor, target: Tensor) -> None:
+        lines, out_lines = (one if row is None else one.transpose(1, 2) for one in (images.permute(0, 2, 3, 1), target))
         calls.attend_as_module(lines, out_lines, weight, along, across, content, between, afterwards)
-        if before_pooling is not None:
-            _pool(attended, stride, finish, target)
+
+    out = x.new_empty(batch, -(-height // stride), -(-width // stride), num_heads, dim_out // num_heads)
+    if stride == 1:
+        attend(x, out)
+        return to_feature_map(out)
+    at_once = min(batch, max(1, PIECE // (height * width * dim_out)))
+    before_pooling = x.new_empty(at_once, height, width, *out.shape[3:])
+    for images, target in zip(x.split(at_once), out.split(at_once), strict=True):
+        attended = before_pooling[: len(images)]
+        attend(images, attended)
+        _pool(attended, stride, finish, target)
     return to_feature_map(out)
 
 

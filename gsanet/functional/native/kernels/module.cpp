@@ -4,6 +4,10 @@
 // Vectors hold one number of LANES pairs of a line and a head, as everywhere here. The projection writes them as such:
 // its weights are packed with the heads of a channel side by side. So a group of lines is projected, attends and is
 // handed over to the groups across without leaving the second cache, and nothing is turned but the output.
+#include <atomic>
+#include <thread>
+#include <vector>
+
 #include "attention.h"
 #include "exponential.h"
 #include "projection.h"
@@ -59,12 +63,12 @@ inline void with_slot(int slot, F&& f) {
 inline const float* floats(const Vector* vectors) { return reinterpret_cast<const float*>(vectors); }
 inline float* floats(Vector* vectors) { return reinterpret_cast<float*>(vectors); }
 
-// What all threads share: of each set weights [panel][channel][WIDE] and scales and shifts [2][value]; of each image
-// and set queries and values [group across][pixel][channel], what each group has to say of the context vectors
-// [group][part], and these [key][value].
+// What all threads share: of each set weights [panel][channel][WIDE] and scales and shifts [2][value]; of each set of a few
+// images, whose places are taken by later ones, queries and values [group across][pixel][channel], what each group has to
+// say of the context vectors [group][part], and these [key][value].
 struct Shared {
     Lanes lanes;
-    int width, panels, groups, groups_across, part;
+    int width, panels, groups, groups_across, part, ring;
     int64_t weights, between, finish, queries, values, parts, context, count;
 
     explicit Shared(const Module& of) : lanes(of.heads) {
@@ -73,7 +77,9 @@ struct Shared {
         groups = lanes.groups(of.lines);
         groups_across = lanes.groups(of.length);
         part = of.key * (2 + of.value);
-        const int64_t each = int64_t(of.images) * lanes.sets;
+        ring = 2 + divide_up(of.threads, groups);  // images: one to attend across, one along, and no thread waits
+        if (ring > of.images) ring = of.images;
+        const int64_t each = int64_t(ring) * lanes.sets;
         Layout take;
         weights = take(int64_t(lanes.sets) * panels * of.channels * WIDE);
         between = take(of.between.present ? lanes.sets * 2 * of.value : 0);
@@ -84,6 +90,7 @@ struct Shared {
         context = take(of.content ? each * of.key * of.value : 0);
         count = take.end;
     }
+    int64_t place(int image, int set) const { return int64_t(image % ring) * lanes.sets + set; }
 };
 
 // The vectors of one thread: pixels as pack_pixels leaves them, a tile of outputs, queries and keys [pixel][key], values
@@ -139,6 +146,15 @@ void spread(const Module& of, const Lanes& lanes, const Norm& norm, int set, Vec
             }
             to[c][lane] = scale;
             to[of.value + c][lane] = shift;
+        }
+}
+
+// Scales and shifts [2][width], and a ReLU.
+void scale_shift_and_cut(const Vector* affine, int pixels, int width, Vector* sums) {
+    for (int x = 0; x < pixels; x++)
+        for (int c = 0; c < width; c++) {
+            const Vector sum = sums[x * width + c] * affine[c] + affine[width + c];
+            sums[x * width + c] = sum < 0 ? Vector{} : sum;  // NaN stays NaN
         }
 }
 
@@ -301,16 +317,20 @@ Vector over_slots(Vector vector, int slot, F&& f) {
     return vector;
 }
 
-// The context vectors of an image and a set, from what all groups have to say.
-void join_context(const Module& of, const Shared& at, const Vector* parts, Vector* context) {
+// The context vectors of an image, from what all groups have to say.
+void join_context(const Module& of, const Shared& at, int image, Vector* all) {
     const auto larger = [](Vector a, Vector b) { return a > b ? a : b; };
     const auto plus = [](Vector a, Vector b) { return a + b; };
-    clear(context, int64_t(of.key) * of.value);
-    for (int c = 0; c < of.key; c++) {
+    const int rows = at.lanes.sets * of.key;
+    for (int row = 0; row < rows; row++) {
+        const int c = row % of.key;
+        const int64_t place = at.place(image, row / of.key);
+        const Vector* const parts = all + at.parts + place * at.groups * at.part;
+        Vector* const sums = all + at.context + (place * of.key + c) * of.value;
         Vector maximum = parts[c], total = {};
         for (int group = 1; group < at.groups; group++) maximum = larger(maximum, parts[group * at.part + c]);
         maximum = over_slots(maximum, at.lanes.slot, larger);
-        Vector* const sums = context + c * of.value;
+        clear(sums, of.value);
         for (int group = 0; group < at.groups; group++) {
             const Vector* const part = parts + group * at.part;
             const Vector weight = exponential<Vector, Bits>(part[c] - maximum);
@@ -326,46 +346,37 @@ void attend_along(const Module& of, const Shared& at, const Own& own, int image,
     const int present = at.lanes.present(group, of.lines);
     pack_group(of, at.lanes, image, group, present, floats(mine + own.pixels));
     for (int set = 0; set < at.lanes.sets; set++) {
-        const int64_t unit = int64_t(image) * at.lanes.sets + set;
+        const int64_t place = at.place(image, set);
         project_group(of, at, own, all + at.weights + int64_t(set) * at.panels * of.channels * WIDE, present, mine);
         if (of.content)
             add_to_context(of, own, (at.lanes.together - present) * at.lanes.slot, mine,
-                           all + at.parts + (unit * at.groups + group) * at.part);
-        const Vector* values = mine + own.values;
+                           all + at.parts + (place * at.groups + group) * at.part);
+        const Vector *values = mine + own.values, *affine = nullptr;
         if (of.along) {
-            Vector* const sums = mine + own.sums;
             attend_by_position(mine + own.queries, values, of.along, of.length, of.key, of.value, false,
-                               mine + own.scores, sums);
-            values = sums;
+                               mine + own.scores, mine + own.sums);
+            values = mine + own.sums;
+            if (of.between.present) affine = all + at.between + set * 2 * of.value;
         }
-        const int64_t pixels = unit * at.groups_across * of.lines;
+        const int64_t pixels = place * at.groups_across * of.lines;
         hand_over(of, at.lanes, group, present, mine + own.queries, of.key, nullptr, all + at.queries + pixels * of.key);
         if (of.across)
-            hand_over(of, at.lanes, group, present, values, of.value,
-                      of.along && of.between.present ? all + at.between + set * 2 * of.value : nullptr,
-                      all + at.values + pixels * of.value);
+            hand_over(of, at.lanes, group, present, values, of.value, affine, all + at.values + pixels * of.value);
     }
 }
 
-void attend_across(const Module& of, const Shared& at, const Own& own, int image, int group, Vector* all, Vector* mine) {
+void attend_across(const Module& of, const Shared& at, const Own& own, int image, int group, const Vector* all,
+                   Vector* mine) {
     Vector* const sums = mine + own.sums;
     for (int set = 0; set < at.lanes.sets; set++) {
-        const int64_t unit = int64_t(image) * at.lanes.sets + set;
-        const int64_t pixel = (unit * at.groups_across + group) * of.lines;
+        const int64_t place = at.place(image, set), pixel = (place * at.groups_across + group) * of.lines;
         const Vector* const queries = all + at.queries + pixel * of.key;
         if (of.content)
-            attend_by_content(queries, all + at.context + unit * of.key * of.value, of.lines, of.key, of.value, sums);
+            attend_by_content(queries, all + at.context + place * of.key * of.value, of.lines, of.key, of.value, sums);
         if (of.across)
             attend_by_position(queries, all + at.values + pixel * of.value, of.across, of.lines, of.key, of.value,
                                of.content, mine + own.scores, sums);
-        if (of.finish.present) {
-            const Vector* const affine = all + at.finish + set * 2 * of.value;
-            for (int x = 0; x < of.lines; x++)
-                for (int c = 0; c < of.value; c++) {
-                    const Vector sum = sums[x * of.value + c] * affine[c] + affine[of.value + c];
-                    sums[x * of.value + c] = sum < 0 ? Vector{} : sum;  // NaN stays NaN
-                }
-        }
+        if (of.finish.present) scale_shift_and_cut(all + at.finish + set * 2 * of.value, of.lines, of.value, sums);
         Starts starts;
         for (int lane = 0; lane < LANES; lane++) {
             const int line = group * at.lanes.together + lane / at.lanes.slot;
@@ -377,38 +388,62 @@ void attend_across(const Module& of, const Shared& at, const Own& own, int image
     }
 }
 
+// How far each image is: groups that have attended along the lines, and across them.
+struct Progress {
+    std::atomic<int> next{0};
+    std::vector<std::atomic<int>> along, across;
+
+    explicit Progress(int images) : along(images), across(images) {}
+};
+
+inline void wait_for(const std::atomic<int>& done, int count) {
+    while (done.load(std::memory_order_acquire) < count) std::this_thread::yield();
+}
+
+// Takes groups as long as there are any: those along the lines of an image, those across the lines of the one before,
+// and so on. So nobody waits but for what others are at work on already, and few images are in memory at a time.
+void take_groups(const Module& of, const Shared& at, const Own& own, Progress& progress, Vector* all, Vector* mine) {
+    const int each = at.groups + at.groups_across;
+    for (int unit; (unit = progress.next++) < of.images * each;) {
+        const bool begins = unit < at.groups;  // the first image has none before it
+        const int step = begins ? 0 : (unit - at.groups) / each + 1, place = begins ? unit : (unit - at.groups) % each;
+        if (step < of.images && place < at.groups) {
+            if (step >= at.ring) wait_for(progress.across[step - at.ring], at.groups_across);
+            attend_along(of, at, own, step, place, all, mine);
+            // Whoever comes last joins what all have said. Those across wait until one more than all have come.
+            if (progress.along[step].fetch_add(1, std::memory_order_acq_rel) == at.groups - 1) {
+                if (of.content) join_context(of, at, step, all);
+                progress.along[step].fetch_add(1, std::memory_order_release);
+            }
+        } else {
+            const int image = step - 1;
+            wait_for(progress.along[image], at.groups + 1);
+            attend_across(of, at, own, image, step < of.images ? place - at.groups : place, all, mine);
+            progress.across[image].fetch_add(1, std::memory_order_release);
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" void attend_as_module(const Module* module) {
     const Module& of = *module;
     const Shared at(of);
     const Own own(of, at.lanes);
-    const int sets = at.lanes.sets;
     Scratch<Vector> shared(at.count);
     Vector* const all = shared.data;
-    for (int set = 0; set < sets; set++) {
+    for (int set = 0; set < at.lanes.sets; set++) {
         if (of.between.present) spread(of, at.lanes, of.between, set, all + at.between + set * 2 * of.value);
         if (of.finish.present) spread(of, at.lanes, of.finish, set, all + at.finish + set * 2 * of.value);
     }
+    Progress progress(of.images);
 #pragma omp parallel num_threads(of.threads)
     {
         Scratch<Vector> vectors(own.count);
-        Vector* const mine = vectors.data;
 #pragma omp for
-        for (int unit = 0; unit < sets * at.panels; unit++)
+        for (int unit = 0; unit < at.lanes.sets * at.panels; unit++)
             pack_panel(of, at, unit / at.panels, unit % at.panels,
                        all + at.weights + int64_t(unit) * of.channels * WIDE);
-#pragma omp for schedule(dynamic)
-        for (int unit = 0; unit < of.images * at.groups; unit++)
-            attend_along(of, at, own, unit / at.groups, unit % at.groups, all, mine);
-        if (of.content) {
-#pragma omp for schedule(dynamic)
-            for (int unit = 0; unit < of.images * sets; unit++)
-                join_context(of, at, all + at.parts + int64_t(unit) * at.groups * at.part,
-                             all + at.context + int64_t(unit) * of.key * of.value);
-        }
-#pragma omp for schedule(dynamic)
-        for (int unit = 0; unit < of.images * at.groups_across; unit++)
-            attend_across(of, at, own, unit / at.groups_across, unit % at.groups_across, all, mine);
+        take_groups(of, at, own, progress, all, vectors.data);
     }
 }
