@@ -4,8 +4,8 @@
 #include "lanes.h"
 #include "products.h"
 
-// sums[x] = sum over i of (queries[x] . embeddings[i - x]) values[i], or += if it is to add: all pixels attend to a piece
-// of the line at a time.
+// sums[x] = sum over i of (queries[x] . embeddings[i - x]) values[i], or += if it is to add: all pixels attend to a
+// piece of the line at a time.
 //
 // queries: [x][key]. values: [i][value]. sums: [x][value]. embeddings: (2 * length - 1, key). scores: memory for
 // PIXELS * cached_pixels(value).

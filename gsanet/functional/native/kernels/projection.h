@@ -37,7 +37,7 @@ inline void pack_pixels(const float* const* pixels, int count, int channels, int
     int c = 0;
     for (; step == 1 && count >= BLOCK && c + BLOCK <= channels; c += BLOCK) {
         for (int p = 0; p < count; p += BLOCK) {
-            const int first = p + BLOCK <= count ? p : count - BLOCK;  // the last block may begin inside of the one before
+            const int first = p + BLOCK <= count ? p : count - BLOCK;  // the last may begin inside of the one before
             Block block[BLOCK];
             UNROLLED for (int i = 0; i < BLOCK; i++) block[i] = load_block(pixels[first + i] + c);
             transpose(block);
