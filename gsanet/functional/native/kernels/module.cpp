@@ -74,9 +74,13 @@ void hand_over(const Module& of, const Lanes& lanes, int group, int present, con
 void attend_along(const Module& of, const Shared& at, const Own& own, int image, int group, Vector* all, Vector* mine) {
     const int present = at.lanes.present(group, of.lines);
     pack_group(of, at.lanes, image, group, present, floats(mine + own.pixels));
+    // What this thread is likely to take next.
+    const int next = group + of.threads;
+    const Place later = next < at.groups ? Place{image, next} : Place{image + 1, next - at.groups};
     for (int set = 0; set < at.lanes.sets; set++) {
         const int64_t place = at.place(image, set);
-        project_group(of, at, own, all + at.weights + int64_t(set) * at.panels * of.channels * WIDE, present, mine);
+        project_group(of, at, own, all + at.weights + int64_t(set) * at.panels * of.channels * WIDE, present, later,
+                      mine);
         if (of.content)
             add_to_context(of, own, (at.lanes.together - present) * at.lanes.slot, mine,
                            all + at.parts + (place * at.groups + group) * at.part);

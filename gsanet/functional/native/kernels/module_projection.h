@@ -89,9 +89,26 @@ inline void distribute(const Module& of, const Shared& at, const Own& own, int p
     }
 }
 
-// The queries, keys and values of a group whose pixels are packed.
+// A group of an image.
+struct Place {
+    int image, group;
+};
+
+// Has one of `shares` of the pixels of a group brought from memory. Columns lie across it, so it does not guess by itself.
+inline void fetch_group(const Module& of, const Shared& at, Place of_group, int share, int shares) {
+    const auto [image, group] = of_group;
+    if (image >= of.images || group >= at.groups || of.x_channel != 1) return;
+    const float* const start = of.x + image * of.x_image + int64_t(group) * at.lanes.together * of.x_line;
+    const int present = at.lanes.present(group, of.lines);
+    for (int x = of.length * share / shares; x < of.length * (share + 1) / shares; x++)
+        for (int line = 0; line < present; line++)
+            for (int c = 0; c < of.channels; c += CACHE_LINE)
+                __builtin_prefetch(start + x * of.x_pixel + line * of.x_line + c, 0, 2);
+}
+
+// The queries, keys and values of a group whose pixels are packed; meanwhile those of a later group are on their way.
 inline void project_group(const Module& of, const Shared& at, const Own& own, const Vector* weights, int present,
-                          Vector* mine) {
+                          Place later, Vector* mine) {
     const bool by_blocks = at.lanes.slot >= BLOCK;
     if (present < at.lanes.together) {  // lanes without a line
         clear(mine + own.queries, int64_t(of.length) * of.key);
@@ -101,6 +118,7 @@ inline void project_group(const Module& of, const Shared& at, const Own& own, co
     Places places;
     for (int panel = 0; panel < at.panels; panel++, weights += int64_t(of.channels) * WIDE) {
         find_blocks(of, at, own, panel, mine, places);
+        fetch_group(of, at, later, panel, at.panels);
         for_pixel_tiles(present * of.length, [&](int first, int count) {
             for (int p = 0; p < count; p++) {
                 places.x[p] = by_blocks ? (first + p) / present : p;
