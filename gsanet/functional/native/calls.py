@@ -144,6 +144,7 @@ def context_vectors(k: Tensor, v: Tensor) -> Tensor:
 def attend_as_module(
     x: Tensor,
     out: Tensor,
+    columns: bool,
     weight: Tensor,
     along: Tensor | None,
     across: Tensor | None,
@@ -154,8 +155,9 @@ def attend_as_module(
     """A whole module in evaluation, without pooling.
 
     Args:
-        x: The map, (batch, line, pixel, channel), of any strides.
-        out: Where the output goes, (batch, line, pixel, head, v); the channels of a pixel lie side by side.
+        x: The map, (batch, channel, x, y), of any strides.
+        out: Where the output goes, (batch, x, y, head, v); the channels of a pixel lie side by side.
+        columns: Whether lines are columns, and rows lie across them; or the other way round.
         weight: Rows for queries, keys (if there is content attention) and values, each (head, channel), contiguous.
         along: Embeddings for attention along the lines, as `rel` of `attend`.
         across: Embeddings for attention across the lines, to the output of that along them or, without it, to values.
@@ -163,13 +165,17 @@ def attend_as_module(
         between: A norm of the output of attention along the lines.
         finish: A norm of the module's output, behind which comes a ReLU.
     """
-    batch, lines, length, channels = x.shape
+    batch, channels, length, lines = x.shape
     heads, value = out.shape[3:]
     key = (len(weight) - heads * value) // (heads * (2 if content else 1))
+    image, channel, pixel, line = x.stride()
+    out_image, out_pixel, out_line = out.stride()[:3]
+    if not columns:
+        lines, length, line, pixel, out_line, out_pixel = length, lines, pixel, line, out_pixel, out_line
     arguments = Module(
-        x.data_ptr(), *x.stride(),
+        x.data_ptr(), image, line, pixel, channel,
         weight.data_ptr(), _pointer(along), _pointer(across), _norm(between), _norm(finish),
-        out.data_ptr(), *out.stride()[:3],
+        out.data_ptr(), out_image, out_line, out_pixel,
         content, batch, lines, length, channels, heads, key, value, torch.get_num_threads(),
     )  # fmt: skip
     library().attend_as_module(byref(arguments))

@@ -41,8 +41,8 @@ def attention_map(
     weight = weight.contiguous()
 
     def attend(images: Tensor, target: Tensor) -> None:
-        lines, out_lines = (one if row is None else one.transpose(1, 2) for one in (images.permute(0, 2, 3, 1), target))
-        calls.attend_as_module(lines, out_lines, weight, along, across, content, between, afterwards)
+        columns = row is not None
+        calls.attend_as_module(images, target, columns, weight, along, across, content, between, afterwards)
 
     out = x.new_empty(batch, -(-height // stride), -(-width // stride), num_heads, dim_out // num_heads)
     if stride == 1:
