@@ -168,6 +168,8 @@ def global_self_attention_map(
         for name, rel in given.items():
             checks.check_table(name, rel, dim_key // num_heads)
         checks.check_same_kind(x=maps[0], weight=maps[1], **given)
+        if dtype is None:
+            return whole(*wholes, norm, **settings)
         with torch.autocast(x.device.type, enabled=False):
             return whole(*wholes, norm, **settings)
     checks.check_same_kind(x=maps[0], weight=maps[1])

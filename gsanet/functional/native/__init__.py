@@ -119,8 +119,8 @@ def _refuses_map(
             return f"the norm is for {norm.num_features} channels"
         else:
             fixed += [one for one in (norm.weight, norm.bias, norm.running_mean, norm.running_var) if one is not None]
-    if any(tensor.dtype != torch.float32 or tensor.device.type != "cpu" for tensor in fixed):
-        return "it takes norms in float32 on the CPU only"
+    if any(one.dtype != torch.float32 or one.device.type != "cpu" or not _is_plain(one) for one in fixed):
+        return "it takes norms of plain tensors in float32 on the CPU only"
     tables = (table for table in (rel_column, rel_row) if table is not None)
     if is_differentiated(x, weight, *tables, *fixed):
         return "its whole modules have no gradient"

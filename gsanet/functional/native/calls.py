@@ -1,7 +1,7 @@
 """One function for each kernel: tensors to its arguments. Each structure mirrors the one of the kernel's file."""
 
-from ctypes import Structure, byref, c_int, c_int64, c_void_p
-from typing import Any
+from ctypes import Structure, byref, c_float, c_int, c_int64, c_void_p
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class Lines(Structure):
 
     _fields_ = (
         ("queries", Map), ("values", Map), ("out", Map),
-        ("embeddings", c_void_p), ("context", c_void_p), ("scale_and_shift", c_void_p), ("relu", c_int),
+        ("embeddings", c_void_p), ("context", c_void_p),
         ("images", c_int), ("lines", c_int), ("length", c_int), ("heads", c_int), ("key", c_int), ("value", c_int),
         ("threads", c_int),
     )  # fmt: skip
@@ -50,6 +50,41 @@ class Context(Structure):
     )  # fmt: skip
 
 
+class FixedNorm(NamedTuple):
+    """A norm with fixed statistics, of each channel: scale * (x - mean) / sqrt(variance + epsilon) + shift.
+
+    Its tensors are contiguous; without a scale it is 1, and without the others 0.
+    """
+
+    scale: Tensor | None
+    shift: Tensor | None
+    mean: Tensor | None = None
+    variance: Tensor | None = None
+    epsilon: float = 0.0
+
+
+class NormArguments(Structure):
+    """`Norm` of `kernels/module.cpp`."""
+
+    _fields_ = (
+        ("scale", c_void_p), ("shift", c_void_p), ("mean", c_void_p), ("variance", c_void_p), ("epsilon", c_float),
+        ("present", c_int),
+    )  # fmt: skip
+
+
+class Module(Structure):
+    """The arguments of `kernels/module.cpp`."""
+
+    _fields_ = (
+        ("x", c_void_p), ("x_image", c_int64), ("x_line", c_int64), ("x_pixel", c_int64), ("x_channel", c_int64),
+        ("weight", c_void_p), ("along", c_void_p), ("across", c_void_p),
+        ("between", NormArguments), ("finish", NormArguments),
+        ("out", c_void_p), ("out_image", c_int64), ("out_line", c_int64), ("out_pixel", c_int64),
+        ("content", c_int), ("images", c_int), ("lines", c_int), ("length", c_int), ("channels", c_int),
+        ("heads", c_int), ("key", c_int), ("value", c_int), ("threads", c_int),
+    )  # fmt: skip
+
+
 def attend(
     q: Tensor,
     v: Tensor,
@@ -58,8 +93,6 @@ def attend(
     out: Tensor,
     *,
     context: Tensor | None = None,
-    scale_and_shift: Tensor | None = None,
-    relu: bool = False,
 ) -> Tensor:
     """Positional attention along an axis, and what may come with it.
 
@@ -70,14 +103,12 @@ def attend(
         axis: The axis.
         out: Where the output goes, (batch, x, y, head, v).
         context: Context vectors, (batch, head, k, v): queries times these are added.
-        scale_and_shift: Of each channel of the output, (2, head * v), contiguous.
-        relu: Whether a ReLU comes behind these.
     """
     batch, height, width, heads, key = q.shape
     lines, length = (width, height) if axis == "column" else (height, width)
     arguments = Lines(
         *(_lines(tensor, axis) for tensor in (q, v, out)),
-        _pointer(rel), _pointer(context), _pointer(scale_and_shift), relu,
+        _pointer(rel), _pointer(context),
         batch, lines, length, heads, key, v.shape[4], torch.get_num_threads(),
     )  # fmt: skip
     library().attend_along_lines(byref(arguments))
@@ -110,6 +141,46 @@ def context_vectors(k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
+def attend_as_module(
+    x: Tensor,
+    out: Tensor,
+    columns: bool,
+    weight: Tensor,
+    along: Tensor | None,
+    across: Tensor | None,
+    content: bool,
+    between: FixedNorm | None,
+    finish: FixedNorm | None,
+) -> None:
+    """A whole module in evaluation, without pooling.
+
+    Args:
+        x: The map, (batch, channel, x, y), of any strides.
+        out: Where the output goes, (batch, x, y, head, v); the channels of a pixel lie side by side.
+        columns: Whether lines are columns, and rows lie across them; or the other way round.
+        weight: Rows for queries, keys (if there is content attention) and values, each (head, channel), contiguous.
+        along: Embeddings for attention along the lines, as `rel` of `attend`.
+        across: Embeddings for attention across the lines, to the output of that along them or, without it, to values.
+        content: Whether there is content attention, which is added to that across.
+        between: A norm of the output of attention along the lines.
+        finish: A norm of the module's output, behind which comes a ReLU.
+    """
+    batch, channels, length, lines = x.shape
+    heads, value = out.shape[3:]
+    key = (len(weight) - heads * value) // (heads * (2 if content else 1))
+    image, channel, pixel, line = x.stride()
+    out_image, out_pixel, out_line = out.stride()[:3]
+    if not columns:
+        lines, length, line, pixel, out_line, out_pixel = length, lines, pixel, line, out_pixel, out_line
+    arguments = Module(
+        x.data_ptr(), image, line, pixel, channel,
+        weight.data_ptr(), _pointer(along), _pointer(across), _norm(between), _norm(finish),
+        out.data_ptr(), out_image, out_line, out_pixel,
+        content, batch, lines, length, channels, heads, key, value, torch.get_num_threads(),
+    )  # fmt: skip
+    library().attend_as_module(byref(arguments))
+
+
 def side_by_side(x: Tensor) -> Tensor:
     """A map whose pixels' channels lie side by side, head behind head: itself, or a copy."""
     heads, width = x.shape[3:]
@@ -121,6 +192,10 @@ def _lines(tensor: Tensor, axis: Axis) -> Map:
     image, x, y = tensor.stride()[:3]
     line, pixel = (y, x) if axis == "column" else (x, y)
     return Map(tensor.data_ptr(), image, line, pixel)
+
+
+def _norm(norm: FixedNorm | None) -> NormArguments:
+    return NormArguments() if norm is None else NormArguments(*map(_pointer, norm[:4]), norm.epsilon, True)
 
 
 def _pointer(tensor: Tensor | None) -> Any:

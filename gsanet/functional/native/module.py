@@ -1,16 +1,15 @@
-"""The whole module: a few images at a time, so that what lies between its steps stays in the cache."""
+"""The whole module in evaluation: one kernel, and PyTorch's pooling."""
 
 import torch
 from torch import Tensor, nn
 
-from gsanet.functional.attention import split_heads, to_feature_map
-from gsanet.functional.backends import Axis, Norm
-from gsanet.functional.fused.norms import applied_in_evaluation
+from gsanet.functional.attention import to_feature_map
+from gsanet.functional.backends import Norm
 from gsanet.functional.lean import fit_table
 from gsanet.functional.native import calls
 from gsanet.functional.pooling import average_pool
 
-PIECE = 2**21  # numbers of q, k and v together that are made at a time
+PIECE = 2**20  # numbers of the output before pooling that are made at a time
 
 
 def attention_map(
@@ -28,38 +27,46 @@ def attention_map(
     stride: int,
 ) -> Tensor:
     """As `gsanet.functional.global_self_attention_map`; the norm is one in evaluation, or its scale and shift."""
-    batch, channels, height, width = x.shape
+    batch, _, height, width = x.shape
     dim_out = len(weight) - dim_key * (2 if content else 1)
     column, row = (
         None if rel is None else fit_table(rel, length, reach).contiguous()
         for rel, length in ((rel_column, height), (rel_row, width))
     )
-    between = None
-    if column is not None and row is not None and norm is not None:
-        assert isinstance(norm, Tensor | nn.BatchNorm2d)
-        between = norm.contiguous() if isinstance(norm, Tensor) else applied_in_evaluation(norm)[:2]
-    finish = None if finish is None else finish.contiguous()
+    # Lines are columns, and rows lie across them. A single axis is the one across: content attention comes with it.
+    one_axis = column is None or row is None
+    along, across = (None, column if row is None else row) if one_axis else (column, row)
+    between = None if one_axis or norm is None else _fixed(norm)
+    afterwards = None if finish is None or stride > 1 else _fixed(finish)
+    weight = weight.contiguous()
 
-    at_once = min(batch, max(1, PIECE // (height * width * len(weight))))
-    projected = x.new_empty(at_once, height, width, len(weight))
-    columns = x.new_empty(at_once, height, width, num_heads, dim_out // num_heads)
-    before_pooling = columns.new_empty(columns.shape) if stride > 1 else None
-    out = x.new_empty(batch, -(-height // stride), -(-width // stride), *columns.shape[3:])
-    for first in range(0, batch, at_once):
-        images, target = (one[first : first + at_once] for one in (x.permute(0, 2, 3, 1), out))
-        count = len(images)
-        torch.mm(images.reshape(-1, channels), weight.T, out=projected[:count].view(-1, len(weight)))
-        q, k, v = split_heads(projected[:count], num_heads, dim_key, content)
-        context = None if k is None else calls.context_vectors(k, v)
-        if column is not None and row is not None:
-            v = calls.attend(q, v, column, "column", columns[:count], scale_and_shift=between)
-        last: tuple[Tensor | None, Axis] = (row, "row") if column is None or row is not None else (column, "column")
-        if before_pooling is None:
-            calls.attend(q, v, *last, target, context=context, scale_and_shift=finish, relu=finish is not None)
-        else:
-            calls.attend(q, v, *last, before_pooling[:count], context=context)
-            _pool(before_pooling[:count], stride, finish, target)
+    def attend(images: Tensor, target: Tensor) -> None:
+        columns = row is not None
+        calls.attend_as_module(images, target, columns, weight, along, across, content, between, afterwards)
+
+    out = x.new_empty(batch, -(-height // stride), -(-width // stride), num_heads, dim_out // num_heads)
+    if stride == 1:
+        attend(x, out)
+        return to_feature_map(out)
+    at_once = min(batch, max(1, PIECE // (height * width * dim_out)))
+    before_pooling = x.new_empty(at_once, height, width, *out.shape[3:])
+    for images, target in zip(x.split(at_once), out.split(at_once), strict=True):
+        attended = before_pooling[: len(images)]
+        attend(images, attended)
+        _pool(attended, stride, finish, target)
     return to_feature_map(out)
+
+
+def _fixed(norm: Norm | Tensor) -> calls.FixedNorm:
+    if isinstance(norm, Tensor):
+        scale, shift = norm.contiguous()
+        return calls.FixedNorm(scale, shift)
+    assert isinstance(norm, nn.BatchNorm2d)
+    scale, shift, mean, variance = (
+        None if one is None else one.contiguous()
+        for one in (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    )
+    return calls.FixedNorm(scale, shift, mean, variance, norm.eps)
 
 
 def _pool(attended: Tensor, stride: int, finish: Tensor | None, out: Tensor) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import gradients, maps, relative_error, table
 
+from gsanet import GlobalSelfAttention
 from gsanet.functional import content_attention, explain_backend, positional_attention, use_backend
 from gsanet.functional.native import compiler
 
@@ -140,12 +141,13 @@ def test_kernels_for_the_least_machine_of_a_kind(monkeypatch):
     q, k, v = (one.requires_grad_() for one in maps((2, 19, 16, 3), 9, 8, torch.float32))
     rel = table(19, 9, torch.float32, grad=True)
     assert explain().startswith("native")
+    x, module = torch.randn(2, 24, 19, 16), GlobalSelfAttention(24, feat_size=(19, 16)).eval()
 
     def run():
         with torch.no_grad():
-            content = content_attention(q, k, v)
+            content, whole = content_attention(q, k, v), module(x)
         out = positional_attention(q, v, rel, "column")
-        return content, out, *gradients(out, (q, v, rel))
+        return content, whole, out, *gradients(out, (q, v, rel))
 
     found = run()
     with use_backend("torch"):

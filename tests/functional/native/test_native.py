@@ -1,6 +1,7 @@
 """The kernels for CPUs against the reference in float64: outputs, gradients, and what goes to the backend `torch`."""
 
 import copy
+import ctypes
 from contextlib import contextmanager
 
 import pytest
@@ -174,14 +175,89 @@ MODULES = [
 def test_whole_module(settings, at_once, monkeypatch):
     module = make_module(**settings)
     pixels = settings["height"] * settings["width"]
-    monkeypatch.setattr(native.module, "PIECE", at_once * pixels * module.qkv.out_channels)
+    monkeypatch.setattr(native.module, "PIECE", at_once * pixels * module.dim_out)
     x = torch.randn(5, module.dim, settings["height"], settings["width"])
-    expected = copy.deepcopy(module).double()
     for given in (x, x.to(memory_format=torch.channels_last)):
-        out = module(given)
-        assert out.is_contiguous(memory_format=torch.channels_last)
-        with use_backend("reference"):
-            assert relative_error(out, expected(given.double())) < ROUNDING
+        assert module(given).is_contiguous(memory_format=torch.channels_last)
+        assert_close_to_double(module, given)
+
+
+# Slots of one lane and of all, lanes to spare, several sets of heads; heads and inputs that fill no block.
+@pytest.mark.parametrize(("heads", "dim", "dim_key", "dim_out"), [
+    (1, 5, 3, 6), (2, 8, 32, 10), (3, 19, 9, 6), (6, 24, 24, 48), (12, 16, 24, 36), (16, 8, 32, 16), (20, 7, 40, 180),
+])  # fmt: skip
+@pytest.mark.parametrize("size", [(5, 6), (1, 9), (17, 2)])
+def test_any_number_of_heads(heads, dim, dim_key, dim_out, size):
+    module = make_module(*size, heads=heads, dim=dim, dim_key=dim_key, dim_out=dim_out)
+    assert_close_to_double(module, torch.randn(2, dim, *size).to(memory_format=torch.channels_last))
+
+
+def assert_close_to_double(module, x):
+    with use_backend("reference"):
+        expected = copy.deepcopy(module).double()(x.double())
+    with poisoned_memory():
+        assert relative_error(module(x), expected) < ROUNDING
+
+
+@contextmanager
+def poisoned_memory():
+    """Memory that the kernels ask for is full of large numbers, where the C library knows how."""
+    perturb = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
+    perturb(-6, 0x80)  # M_PERTURB: bytes of 0x7f, or 3.4e38
+    try:
+        yield
+    finally:
+        perturb(-6, 0)
+
+
+@pytest.mark.parametrize("change", [
+    lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    lambda x: x[:1].expand(3, -1, -1, -1),
+    lambda x: torch.cat((x, x), dim=3)[..., 3:-3],
+    lambda x: x.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0),
+])  # fmt: skip
+def test_modules_take_maps_of_any_strides(change):
+    assert_close_to_double(make_module(6, 6), change(torch.randn(2, 64, 6, 6)))
+
+
+def without_affine(norm):
+    return nn.BatchNorm2d(norm.num_features, affine=False).eval()
+
+
+def with_strides(norm):
+    for one in (*norm.parameters(), *norm.buffers()):
+        if one.dim():
+            one.data = one.data.repeat_interleave(2)[::2]
+    return norm
+
+
+@pytest.mark.parametrize("change", [without_affine, with_strides, lambda norm: None])
+def test_norms_between_the_axes(change):
+    module = make_module(5, 7)
+    module.norm = change(module.norm)
+    assert_close_to_double(module, torch.randn(2, 64, 5, 7))
+
+
+def test_an_image_does_not_depend_on_others_nor_on_threads():
+    """Not in a bit."""
+    module, x = make_module(9, 7), torch.randn(17, 64, 9, 7)
+    expected = module(x)
+    for count in (1, 2, 5, 40):
+        with threads(count):
+            for _ in range(5):
+                assert torch.equal(module(x), expected)
+            assert torch.equal(module(x[1:2]), expected[1:2])
+    x[0, 0, 0, 0] = torch.inf
+    assert module(x)[0].isnan().all()
+    assert torch.equal(module(x)[1:], expected[1:])
+
+
+@pytest.mark.parametrize("scale", [100, 1e4])
+def test_modules_with_keys_far_apart(scale):
+    module = make_module(6, 7)
+    module.qkv.weight[64:128] *= scale
+    assert_close_to_double(module, torch.randint(-3, 4, (2, 64, 6, 7)).float())
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -302,7 +378,7 @@ def test_refusals():
     assert "not with BatchNorm2d as it is" in module_reason(nn.BatchNorm2d(64))
     assert "not with GroupNorm as it is" in module_reason(nn.GroupNorm(2, 64))
     assert "for 32 channels" in module_reason(nn.BatchNorm2d(32).eval())
-    assert "norms in float32" in module_reason(nn.BatchNorm2d(64).eval().double())
+    assert "norms of plain tensors in float32" in module_reason(nn.BatchNorm2d(64).eval().double())
     module.norm.register_forward_hook(lambda *_: None)
     assert "hooks" in module_reason(module.norm)
 

@@ -2,7 +2,7 @@
 //
 // A head of an image is one unit of work. Its channels lie side by side in memory and are taken BLOCK at a time; the
 // last of them may be filled up with zeros.
-#include "vectors.h"
+#include "exponential.h"
 
 namespace {
 
@@ -23,27 +23,6 @@ inline Block load_some(const float* from, int count) {
     Block block = {};
     for (int i = 0; i < count; i++) block[i] = from[i];
     return block;
-}
-
-// e^x for x <= 0, to about one unit of the last place. NaN stays NaN.
-inline Block exponential(Block x) {
-    x = x < -87.f ? Block{} - 87.f : x;  // below it the result is no normal number any more
-    // x = n ln 2 + r, |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to a whole number, and leaves it in the lowest bits.
-    const Block shifted = x * 1.44269504f + 12582912.f;
-    const Block n = shifted - 12582912.f;
-    const Block r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts, so that n times it is exact
-    Block sum = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    sum = sum * r + 8.3334519073e-3f;
-    sum = sum * r + 4.1665795894e-2f;
-    sum = sum * r + 1.6666665459e-1f;
-    sum = sum * r + 5.0000001201e-1f;
-    sum = sum * r * r + r + 1.f;
-    Integers bits;
-    __builtin_memcpy(&bits, &shifted, sizeof bits);
-    bits = (bits << 23) + (127 << 23);  // 2^n
-    Block power;
-    __builtin_memcpy(&power, &bits, sizeof power);
-    return sum * power;
 }
 
 // sums[i * row] += sum over pixels of weights[pixel][i] * values[pixel]: BLOCK channels of keys, B blocks of values.
@@ -84,7 +63,7 @@ void attend(const Context& of, const float* keys, const float* values, float* ou
             Block total = {};
             for (int pixel = 0; pixel < count; pixel++) {
                 const float* const key = keys + (first + pixel) * of.keys_pixel + b * BLOCK;
-                const Block weight = exponential(load_some(key, of.key - b * BLOCK) - maxima[b]);
+                const Block weight = exponential<Block, Integers>(load_some(key, of.key - b * BLOCK) - maxima[b]);
                 weights[pixel * key_blocks + b] = weight;
                 total += weight;
             }

@@ -28,12 +28,14 @@ struct Group {
 
 inline int count_groups(int lines, int heads) { return (lines * heads + LANES - 1) / LANES; }
 
-// Where each lane begins in some memory.
+// Where each lane begins in some memory; null: nowhere.
 struct Starts {
-    float* at[LANES];
+    float* at[LANES] = {};
 
-    Starts(const Group& group, const Map& map, int width) {
-        for (int lane = 0; lane < LANES; lane++)
+    Starts() = default;
+    // Of all lanes, for reading, or of those that do not stand in for others, for writing.
+    Starts(const Group& group, const Map& map, int width, bool all) {
+        for (int lane = 0; lane < (all ? LANES : group.count); lane++)
             at[lane] = map.data + group.image * map.image + group.line[lane] * map.line + group.head[lane] * width;
     }
     Starts(const Group& group, const float* data, int64_t head) {  // what is the same for all lines
@@ -63,12 +65,14 @@ inline void gather(const Starts& starts, int64_t step, int rows, int width, Vect
     }
 }
 
-// The way back, for the first `count` lanes.
-inline void scatter(const Starts& starts, int count, int64_t step, int rows, int width, const Vector* from) {
+// The way back.
+inline void scatter(const Starts& starts, int64_t step, int rows, int width, const Vector* from) {
+    bool whole = true;
+    for (int lane = 0; lane < LANES; lane++) whole = whole && starts.at[lane];
     for (int row = 0; row < rows; row++, from += width) {
         const float* const in = reinterpret_cast<const float*>(from);
         int c = 0;
-        for (; count == LANES && c + BLOCK <= width; c += BLOCK) {
+        for (; whole && c + BLOCK <= width; c += BLOCK) {
             for (int lane = 0; lane < LANES; lane += BLOCK) {
                 Block block[BLOCK];
                 UNROLLED for (int i = 0; i < BLOCK; i++) block[i] = load_block(in + (c + i) * LANES + lane);
@@ -77,7 +81,8 @@ inline void scatter(const Starts& starts, int count, int64_t step, int rows, int
             }
         }
         for (; c < width; c++)
-            for (int lane = 0; lane < count; lane++) starts.at[lane][row * step + c] = in[c * LANES + lane];
+            for (int lane = 0; lane < LANES; lane++)
+                if (starts.at[lane]) starts.at[lane][row * step + c] = in[c * LANES + lane];
     }
 }
 
@@ -96,6 +101,6 @@ struct Layout {
 
 // How many pixels of so many channels stay in the first cache, beside other things, while others are made of them.
 inline int cached_pixels(int channels) {
-    const int pixels = (1 << 14) / static_cast<int>(channels * sizeof(Vector)) / TILE * TILE;
+    const int pixels = (1 << 15) / static_cast<int>(channels * sizeof(Vector)) / TILE * TILE;
     return pixels < TILE ? TILE : pixels;
 }

@@ -50,7 +50,7 @@ void differentiate_values(const LineGradient& of, const Vectors& at, Vector* vec
             constexpr int I = decltype(pixels)::value;
             const float* const window = of.embeddings + int64_t(of.length - 1 + i - first) * of.key;
             score_attending<I>(vectors + at.queries + first * of.key, of.key, window, count, scores, at.piece);
-            mix_channels<I>(scores, at.piece, vectors + at.gradient + first * of.value, count, of.value,
+            mix_channels<I>(scores, at.piece, 1, vectors + at.gradient + first * of.value, count, of.value, first > 0,
                             vectors + at.d_values + i * of.value);
         });
     }
@@ -80,20 +80,19 @@ void differentiate_strip(const LineGradient& of, const Vectors& at, int first, i
 void differentiate(const LineGradient& of, const Vectors& at, const Group& group, Vector* vectors) {
     Vector *const gradient = vectors + at.gradient, *const d_queries = vectors + at.d_queries;
     Vector* const d_values = vectors + at.d_values;
-    gather(Starts(group, of.queries, of.key), of.queries.pixel, of.length, of.key, vectors + at.queries);
-    gather(Starts(group, of.values, of.value), of.values.pixel, of.length, of.value, vectors + at.values);
-    gather(Starts(group, of.gradient, of.value), of.gradient.pixel, of.length, of.value, gradient);
+    gather(Starts(group, of.queries, of.key, true), of.queries.pixel, of.length, of.key, vectors + at.queries);
+    gather(Starts(group, of.values, of.value, true), of.values.pixel, of.length, of.value, vectors + at.values);
+    gather(Starts(group, of.gradient, of.value, true), of.gradient.pixel, of.length, of.value, gradient);
     for (int lane = group.count; lane < LANES; lane++)  // a pair that only stands in adds nothing
         for (int64_t i = 0; i < int64_t(of.length) * of.value; i++) gradient[i][lane] = 0;
     clear(d_queries, int64_t(of.length) * of.key);
-    clear(d_values, int64_t(of.length) * of.value);
 
     differentiate_values(of, at, vectors);
     for (int first = 0; first < of.length; first += STRIP)
         differentiate_strip(of, at, first, of.length - first < STRIP ? of.length - first : STRIP, vectors);
 
-    scatter(Starts(group, of.d_queries, of.key), group.count, of.d_queries.pixel, of.length, of.key, d_queries);
-    scatter(Starts(group, of.d_values, of.value), group.count, of.d_values.pixel, of.length, of.value, d_values);
+    scatter(Starts(group, of.d_queries, of.key, false), of.d_queries.pixel, of.length, of.key, d_queries);
+    scatter(Starts(group, of.d_values, of.value, false), of.d_values.pixel, of.length, of.value, d_values);
 }
 
 }  // namespace

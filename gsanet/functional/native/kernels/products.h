@@ -54,19 +54,21 @@ inline void score_attending(const Vector* queries, int width, const float* windo
     });
 }
 
-// out[x][c] += sum over i < count of weights[x][i] * values[i][c], for X pixels and C channels.
+// out[x][c] = sum over i < count of weights[x][i] * values[i][c], for X pixels and C channels; or += if it is to add.
 //
-// weights: [x][row]. values and out: [i][width] and [x][width].
+// weights: weights[x][i] is at x * row + i * column. values and out: [i][width] and [x][width].
 template <int X, int C>
-inline void mix(const Vector* weights, int row, const Vector* values, int count, int width, Vector* out) {
-    Vector sums[X][C];
-    UNROLLED for (int x = 0; x < X; x++)
-        UNROLLED for (int c = 0; c < C; c++) sums[x][c] = out[x * width + c];
+inline void mix(const Vector* weights, int row, int column, const Vector* values, int count, int width, bool add,
+                Vector* out) {
+    Vector sums[X][C] = {};
+    if (add)
+        UNROLLED for (int x = 0; x < X; x++)
+            UNROLLED for (int c = 0; c < C; c++) sums[x][c] = out[x * width + c];
     for (int i = 0; i < count; i++) {
         Vector value[C];
         UNROLLED for (int c = 0; c < C; c++) value[c] = values[i * width + c];
         UNROLLED for (int x = 0; x < X; x++) {
-            const Vector weight = weights[x * row + i];
+            const Vector weight = weights[x * row + i * column];
             UNROLLED for (int c = 0; c < C; c++) sums[x][c] += weight * value[c];
         }
     }
@@ -75,8 +77,9 @@ inline void mix(const Vector* weights, int row, const Vector* values, int count,
 }
 
 template <int X>
-inline void mix_channels(const Vector* weights, int row, const Vector* values, int count, int width, Vector* out) {
+inline void mix_channels(const Vector* weights, int row, int column, const Vector* values, int count, int width,
+                         bool add, Vector* out) {
     for_tiles(width, [&](int c, auto tile) {
-        mix<X, decltype(tile)::value>(weights, row, values + c, count, width, out + c);
+        mix<X, decltype(tile)::value>(weights, row, column, values + c, count, width, add, out + c);
     });
 }

@@ -10,10 +10,12 @@ constexpr int TILE = 8;    // two rows of so many sums, and what they are made o
 constexpr int LANES = 8;
 constexpr int TILE = 4;
 #endif
-constexpr int BLOCK = 8;  // channels that lie side by side in memory and are moved together
+constexpr int BLOCK = 8;       // channels that lie side by side in memory and are moved together
+constexpr int CACHE_LINE = 16;  // numbers
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Block __attribute__((vector_size(4 * BLOCK)));
+typedef int32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * BLOCK)));
 
 #if defined(__clang__)
