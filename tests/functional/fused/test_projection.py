@@ -75,7 +75,7 @@ def flat(found):
         (HALF, 3, (19, 17), 64, 8, 1, 1),  # more images than blocks; 323 pixels: groups of 16 that are not full
         (BF16, 2, (19, 16), 64, 4, 1, 1),  # wide heads
         (BF16, 3, (19, 17), 128, 8, 1, 1),
-        (HALF, 1, (16, 16), 128, 8, 1, 1),
+        (HALF, 2, (16, 16), 128, 8, 1, 1),
         (BF16, 2, (16, 17), 128, 16, 1, 1),  # narrow heads
         (BF16, 1, (39, 27), 64, 8, 2, 3),
         (HALF, 1, (33, 25), 128, 8, 2, 2),

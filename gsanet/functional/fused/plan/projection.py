@@ -22,7 +22,7 @@ class Cut(NamedTuple):
 
 
 # A warp keeps its rows of the weight in registers: 48 of them for 64 channels, and 96 for 128.
-CUTS = {64: Cut(128, 1, 8, 2), 128: Cut(128, 2, 8, 1)}
+CUTS = {64: Cut(128, 1, 8, 2), 128: Cut(192, 2, 8, 1)}
 
 
 class Projection(NamedTuple):
