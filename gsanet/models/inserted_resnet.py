@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from timm.layers import ClassifierHead
+from timm.layers import ClassifierHead, register_notrace_module
 from timm.models import generate_default_cfgs
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from gsanet.layers import CompactNonLocal, DETRTransformer, DoubleAttention, EfficientAttention, NonLocal
 from gsanet.layers.criss_cross import CrissCrossHead
@@ -130,11 +130,11 @@ class ClipResNet(GSAResNet):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """The last map of each frame, (batch * time, channels, height, width)."""
-        return super().forward_features(self._frames(x))
+        return super().forward_features(_to_frames(x, self.in_chans))
 
     def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As timm's, of each frame."""
-        return super().forward_intermediates(self._frames(x), *args, **kwargs)
+        return super().forward_intermediates(_to_frames(x, self.in_chans), *args, **kwargs)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, frames: int = 1) -> Tensor:
         """From the frames' maps to the clips' logits; `frames` of them make a clip."""
@@ -142,21 +142,31 @@ class ClipResNet(GSAResNet):
 
     def forward(self, x: Tensor) -> Tensor:
         """From a clip (batch, time, channels, height, width), or an image, to logits."""
-        return self.forward_head(self.forward_features(x), frames=x.shape[1] if x.dim() == 5 else 1)
-
-    def _frames(self, x: Tensor) -> Tensor:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"the input must be a tensor, got {type(x).__name__}")
-        if x.dim() not in (4, 5) or x.shape[-3] != self.in_chans:
-            raise ValueError(
-                f"the input must be a clip (batch, time, {self.in_chans}, height, width) or an image "
-                f"(batch, {self.in_chans}, height, width), got {tuple(x.shape)}"
-            )
-        if x.dim() == 5 and x.shape[1] == 0:
-            raise ValueError(f"a clip needs at least one frame, got {tuple(x.shape)}")
-        return x.flatten(0, 1) if x.dim() == 5 else x
+        return self.forward_head(self.forward_features(x), frames=_count_frames(x))
 
 
+@fx.wrap  # one step for torch.fx, as is the next: whether it is given a clip is no part of a trace
+def _to_frames(x: Tensor, channels: int) -> Tensor:
+    """The frames of all clips, (batch * time, channels, height, width); images as they are."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"the input must be a tensor, got {type(x).__name__}")
+    if x.dim() not in (4, 5) or x.shape[-3] != channels:
+        raise ValueError(
+            f"the input must be a clip (batch, time, {channels}, height, width) or an image "
+            f"(batch, {channels}, height, width), got {tuple(x.shape)}"
+        )
+    if x.dim() == 5 and x.shape[1] == 0:
+        raise ValueError(f"a clip needs at least one frame, got {tuple(x.shape)}")
+    return x.flatten(0, 1) if x.dim() == 5 else x
+
+
+@fx.wrap
+def _count_frames(x: Tensor) -> int:
+    """Frames of a clip; an image is one."""
+    return x.shape[1] if x.dim() == 5 else 1
+
+
+@register_notrace_module  # it depends on the values of shapes
 class ClipHead(ClassifierHead):
     """A classifier of clips: pools each frame, lets the frames attend to each other, reads the class token.
 

@@ -92,7 +92,7 @@ def test_other_inputs_and_heads(name):
 FEATURE_CLASSES = ("list", "dict", "hook", "getter", "fx")  # timm's ways to get at the maps of a network
 
 
-@pytest.mark.parametrize("name", ["gsa_resnet50", "nonlocal_resnet50", "detr_resnet50", *SHALLOW])
+@pytest.mark.parametrize("name", ["gsa_resnet50", "nonlocal_resnet50", "detr_resnet50", "videobert_resnet50", *SHALLOW])
 def test_features_are_the_same_in_every_way(name):
     after = {"after": {1: (1,)}} if name == "nonlocal_resnet50" else {}
     options = {"img_size": 32, "width": 0.25, **after} if not name.startswith("san") else {"img_size": 32}
@@ -357,7 +357,6 @@ def ways_in(name):
         **{
             f"features_only, {kind}": shallow(name, 1, 1, img_size=32, features_only=True, feature_cls=kind, **few)
             for kind in FEATURE_CLASSES
-            if (kind, name) != ("fx", "videobert_resnet50")  # whether it is given a clip is no part of a trace
         },
     }
 
