@@ -20,19 +20,17 @@ from gsanet.functional.fused.compiler import architecture_of, compile_all
 from gsanet.functional.fused.plan import Launch, plan_projection
 from gsanet.functional.fused.plan import projection as projection_plans
 from gsanet.functional.fused.plan.projection import CUTS, Cut
+from gsanet.functional.fused.projection import project, split
 
 HEADS = 8
 
 
 def in_two_kernels(x: Tensor, weight: Tensor) -> calls.Projected:
     """As everywhere where one kernel is not the plan."""
-    q, k, v = project(x, weight).unflatten(3, (3, HEADS, -1)).unbind(3)
+    maps = x.permute(0, 3, 1, 2)
+    q, k, v = split(project(maps, weight), maps, HEADS, x.shape[3], content=True)
+    assert k is not None
     return calls.Projected(q, v, calls.context_vectors(k, v))
-
-
-def project(x: Tensor, weight: Tensor) -> Tensor:
-    """The first of them."""
-    return (x.flatten(0, 2) @ weight.T).view(*x.shape[:3], weight.shape[0])
 
 
 def in_one_kernel(x: Tensor, weight: Tensor, cut: Cut) -> calls.Projected:
@@ -91,7 +89,7 @@ def compare(text: str, height: int, width: int, channels: int, batch: int, show:
     repeats = all(map(torch.equal, (one.q, one.v, *one.vectors), (again.q, again.v, *again.vectors)))
     sides = {
         "two": Graphed(lambda: in_two_kernels(x, weight)),
-        "product": Graphed(lambda: project(x, weight)),
+        "product": Graphed(lambda: project(x.permute(0, 3, 1, 2), weight)),
         "columns behind two": Graphed(lambda: calls.attend(two.q, two.v, table, "column")),
         "columns behind one": Graphed(lambda: calls.attend(one.q, one.v, table, "column")),
         **{_name(cut): Graphed(run) for cut, run in runs.items()},

@@ -10,6 +10,7 @@ import gsanet
 from gsanet.functional import fused
 from gsanet.functional.backends import BACKENDS
 from gsanet.functional.fused import axis_ops, calls, module_ops
+from gsanet.functional.fused.compiler import Specialisation
 
 
 def train(network, x):
@@ -25,17 +26,23 @@ def infer(network, x):
         gsanet.fuse_for_inference(network)(x)
 
 
-@pytest.mark.parametrize("options", [{}, {"stride": 2}, {"content": False}], ids=str)
-@pytest.mark.parametrize("behind", [[], [nn.BatchNorm2d, nn.ReLU]], ids=["alone", "with a norm and a ReLU"])
-@pytest.mark.parametrize("use", [train, evaluate, infer])
-def test_what_is_compiled_is_what_is_launched(planned, monkeypatch, use, behind, options):
-    ahead, compiled = module_ops._compile_ahead.__wrapped__, []
+@pytest.fixture
+def compiled(monkeypatch) -> list[set[Specialisation]]:
+    """The kernels of each call that compiles ahead, as on a GPU, whatever the backend would refuse."""
+    ahead, found = module_ops._compile_ahead.__wrapped__, []
     on_gpu = torch.device("cuda", 0)
     monkeypatch.setattr(module_ops, "_compile_ahead", lambda run, device, *rest: ahead(run, on_gpu, *rest))
     monkeypatch.setattr(calls, "architecture_of", lambda device: "sm_90")
-    monkeypatch.setattr(calls, "compile_all", lambda kernels, architecture: compiled.append(set(kernels)))
+    monkeypatch.setattr(calls, "compile_all", lambda kernels, architecture: found.append(set(kernels)))
     takes_all = replace(fused.BACKEND, refuses=lambda *arguments, **settings: None)
     monkeypatch.setitem(BACKENDS, "fused", takes_all)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"stride": 2}, {"content": False}], ids=str)
+@pytest.mark.parametrize("behind", [[], [nn.BatchNorm2d, nn.ReLU]], ids=["alone", "with a norm and a ReLU"])
+@pytest.mark.parametrize("use", [train, evaluate, infer])
+def test_what_is_compiled_is_what_is_launched(planned, compiled, use, behind, options):
     norms = [kind(64) if kind is nn.BatchNorm2d else kind() for kind in behind]
     network = nn.Sequential(gsanet.GlobalSelfAttention(64, feat_size=(8, 6), **options), *norms)
     x = torch.randn(2, 64, 8, 6).to(memory_format=torch.channels_last)
@@ -46,15 +53,8 @@ def test_what_is_compiled_is_what_is_launched(planned, monkeypatch, use, behind,
 
 
 @pytest.mark.parametrize("use", [train, evaluate, infer])
-def test_the_projection_on_chip_is_compiled_with_the_others(planned, monkeypatch, use):
+def test_the_projection_on_chip_is_compiled_with_the_others(planned, compiled, use):
     planned.machine = replace(planned.machine, multiprocessors=1)
-    ahead, compiled = module_ops._compile_ahead.__wrapped__, []
-    on_gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(module_ops, "_compile_ahead", lambda run, device, *rest: ahead(run, on_gpu, *rest))
-    monkeypatch.setattr(calls, "architecture_of", lambda device: "sm_90")
-    monkeypatch.setattr(calls, "compile_all", lambda kernels, architecture: compiled.append(set(kernels)))
-    takes_all = replace(fused.BACKEND, refuses=lambda *arguments, **settings: None)
-    monkeypatch.setitem(BACKENDS, "fused", takes_all)
     network = nn.Sequential(gsanet.GlobalSelfAttention(64, feat_size=(16, 16))).to(torch.bfloat16)
     x = torch.randn(2, 64, 16, 16).to(torch.bfloat16, memory_format=torch.channels_last)
     with planned.running(poison=False):

@@ -214,6 +214,14 @@ def captured(graph):
         yield
 
 
+def replayed(pairs, x, seed):
+    """What each of some graphs and their results gives for another x, which they read."""
+    x.copy_(normal(*x.shape, dtype=BF16, seed=seed).cuda())
+    for graph, _ in pairs:
+        graph.replay()
+    return [out for _, out in pairs]
+
+
 @pytest.mark.parametrize("images", [1, 12])
 def test_cuda_graphs_of_inference_on_gpu(gpu, images):
     """One image forks in a graph: its context vectors are computed beside the columns."""
@@ -233,10 +241,7 @@ def test_cuda_graphs_of_inference_on_gpu(gpu, images):
 
             pairs = both_ways(capture)
             for seed in range(5):
-                x.copy_(normal(*x.shape, dtype=BF16, seed=seed).cuda())
-                for graph, _ in pairs:
-                    graph.replay()
-                (_, early), (_, usual) = pairs
+                early, usual = replayed(pairs, x, seed)
                 assert same_bits([early, early], [usual, network(x)])
 
 
@@ -257,10 +262,7 @@ def test_cuda_graphs_of_training_on_gpu(gpu):
 
         pairs = both_ways(capture)
         for seed in range(3):
-            x.copy_(normal(*x.shape, dtype=BF16, seed=seed).cuda())
-            for graph, _ in pairs:
-                graph.replay()
-            (_, early), (_, usual) = pairs
+            early, usual = replayed(pairs, x, seed)
             assert same_bits(early, usual)
 
 
