@@ -132,14 +132,17 @@ def read_matrix(text: str) -> dict[str, Experiment]:
 
 
 def choose(names: Sequence[str], table: int | None = None) -> list[Experiment]:
-    """Experiments by name or pattern (such as `cifar100-*`), and those of a table, in the order of the matrix."""
+    """Experiments by name or pattern (such as `cifar100-*`), in this order, then those of a table.
+
+    What one pattern names, and a table, is in the order of the matrix.
+    """
     known = matrix()
+    found: dict[str, Experiment] = {}
     for name in names:
-        if not any(fnmatchcase(each, name) for each in known):
+        named = {each: experiment for each, experiment in known.items() if fnmatchcase(each, name)}
+        if not named:
             near = suggest(name, known, otherwise="`gsanet paper run --list` shows them")
             raise ValueError(f"unknown run {name!r}: {near}")
-    return [
-        experiment
-        for experiment in known.values()
-        if any(fnmatchcase(experiment.name, name) for name in names) or (table and table in experiment.tables)
-    ]
+        found |= named
+    found |= {name: experiment for name, experiment in known.items() if table and table in experiment.tables}
+    return list(found.values())

@@ -106,7 +106,11 @@ def test_the_changed_modules_differ_in_what_they_say():
 
 
 def test_choosing():
-    assert [run.name for run in choose(["gsa38", "conv38"])] == ["conv38", "gsa38"]
+    assert [run.name for run in choose(["gsa38", "conv38"])] == ["gsa38", "conv38"]
+    first, second, *others = [run.name for run in choose(["gsa50", "gsa38", "gsa*"], table=6)]
+    assert (first, second) == ("gsa50", "gsa38")
+    assert others.index("gsa101") < others.index("gsa38-reach-3") < others.index("conv38")
+    assert len({first, second, *others}) == len(others) + 2
     assert len(choose(["cifar100-*"])) == 6
     with pytest.raises(ValueError, match="unknown run 'gsa83': did you mean 'gsa38'"):
         choose(["gsa83"])

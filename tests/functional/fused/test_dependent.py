@@ -251,9 +251,11 @@ def test_cuda_graphs_of_training_on_gpu(gpu):
     d_out = normal(2, 64, 28, 28, dtype=BF16, seed=1).cuda().to(memory_format=torch.channels_last)
     with gpu.running(poison=False):
         trained(module, x, d_out)  # compiles, and loads
+        kept = []  # a graph does not hold on to what it reads
 
         def capture():
             own, leaf = copy.deepcopy(module), x.detach().requires_grad_()
+            kept.append(own)
             graph = torch.cuda.CUDAGraph()
             with captured(graph):
                 out = own(leaf)
