@@ -13,6 +13,7 @@ from gsanet.functional.convolution import convolution_relu
 from gsanet.functional.fused.norms import is_halving, max_pool
 from gsanet.inference.chains import Chains
 from gsanet.layers.block_convolution import PLAIN, settings_of
+from gsanet.layers.residual_block import CompiledBottleneckBlock, CompiledSelfAttnBlock
 from gsanet.layers.watched import has_hooks
 
 __all__ = ["ConvolutionReLU", "InferenceBlock", "InferenceMaxPool2d"]
@@ -86,14 +87,15 @@ class _Layout:
     identity_if_none: bool = False
 
 
+BOTTLENECK = _Layout(CompiledBottleneckBlock.BRANCH, "conv3_1x1", CompiledBottleneckBlock.AFTER, "shortcut", "act")
+ATTENTION = _Layout(CompiledSelfAttnBlock.BRANCH, "conv3_1x1", CompiledSelfAttnBlock.AFTER, "shortcut", "act")
+
 # Exactly these: a subclass may do anything else.
 LAYOUTS: dict[type[nn.Module], _Layout] = {
-    BottleneckBlock: _Layout(
-        ("conv1_1x1", "conv2_kxk", "conv2b_kxk", "attn"), "conv3_1x1", ("attn_last", "drop_path"), "shortcut", "act"
-    ),
-    SelfAttnBlock: _Layout(
-        ("conv1_1x1", "conv2_kxk", "self_attn", "post_attn"), "conv3_1x1", ("drop_path",), "shortcut", "act"
-    ),
+    BottleneckBlock: BOTTLENECK,
+    CompiledBottleneckBlock: BOTTLENECK,
+    SelfAttnBlock: ATTENTION,
+    CompiledSelfAttnBlock: ATTENTION,
     torchvision.models.resnet.BasicBlock: _Layout(
         ("conv1", "bn1", "relu"), "conv2", ("bn2",), "downsample", "relu", identity_if_none=True
     ),

@@ -24,6 +24,7 @@ from gsanet.layers.attention import Attention
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 from gsanet.layers.block_convolution import PLAIN, BlockConv2d
 from gsanet.layers.relative import RelativeTables
+from gsanet.layers.residual_block import convert_blocks
 from gsanet.layers.stand_alone_attention import AttentionStem
 from gsanet.models.checked import CheckedNetwork, check_depths, check_features
 from gsanet.models.described import with_shipped
@@ -189,6 +190,7 @@ class GSAResNet(CheckedNetwork):
             if isinstance(block, SelfAttnBlock) and getattr(block.self_attn, "normalised", False):
                 block.post_attn = nn.ReLU(inplace=True)
         CompiledBatchNormAct2d.convert(self)
+        convert_blocks(self)
         if conv_init == "pytorch":
             _start_as_pytorch_does(self)
         self.settings = settings

@@ -16,7 +16,7 @@ def takes(x: Tensor, norm: nn.BatchNorm2d) -> bool:
         x: (batch, channels, height, width).
         norm: It must be in training; hooks on it are the caller's concern.
     """
-    if not norm.training or not _takes_map(x):
+    if not norm.training or not takes_map(x):
         return False
     batch, channels, height, width = x.shape
     if channels != norm.num_features or batch * height * width < 2:
@@ -57,7 +57,7 @@ def is_halving(pool: nn.MaxPool2d) -> bool:
 
 def max_pool(x: Tensor) -> Tensor:
     """Max pooling, 3 x 3 pixels with a stride of 2 and a padding of 1; on a GPU, without gradients, by a kernel."""
-    if _takes_map(x) and x.numel() and not (torch.is_grad_enabled() and x.requires_grad):
+    if takes_map(x) and x.numel() and not (torch.is_grad_enabled() and x.requires_grad):
         return norm_ops.max_pool(x)
     return F.max_pool2d(x, 3, 2, 1)
 
@@ -123,7 +123,8 @@ def in_float32(norm: nn.BatchNorm2d) -> tuple[Tensor | None, Tensor | None]:
     return weight, bias
 
 
-def _takes_map(x: Tensor) -> bool:
+def takes_map(x: Tensor) -> bool:
+    """Whether operators on maps take this one, whatever follows."""
     # torch.fx calls with what is no tensor, and is to see PyTorch's operators, as torch.export is.
     if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1] % 8 or is_exporting():
         return False
