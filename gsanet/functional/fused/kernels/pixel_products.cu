@@ -92,14 +92,17 @@ struct Part {
 // zeros.
 template <int WIDTH>
 DEVICE void fetch(T* to, const T* from, int stride, int count) {
-  constexpr int PER_ROW = WIDTH / ACCESS;
-  const int thread = anew(thread_index());
+  constexpr int PER_ROW = WIDTH / ACCESS, AT_ONCE = THREADS / PER_ROW;  // pixels
+  static_assert(THREADS % PER_ROW == 0, "a thread has the same channels of all its pixels");
+  const int thread = anew(thread_index()), first = thread / PER_ROW, channel = thread % PER_ROW * ACCESS;
+  to += first * (WIDTH + ACCESS) + channel, from += channel;
+  const T* place = from + static_cast<long long>(first) * stride;
 #pragma unroll
-  for (int i = 0; i < (LENGTH * PER_ROW + THREADS - 1) / THREADS; ++i) {
-    const int number = i * THREADS + thread, row = number / PER_ROW, channel = number % PER_ROW * ACCESS;
-    if (LENGTH * PER_ROW % THREADS && row >= LENGTH) break;
-    copy_async(to + row * (WIDTH + ACCESS) + channel, from + static_cast<long long>(row < count ? row : 0) * stride + channel,
-               row < count);
+  for (int i = 0; i < (LENGTH + AT_ONCE - 1) / AT_ONCE; ++i) {
+    const int pixel = first + i * AT_ONCE;
+    if (LENGTH % AT_ONCE && pixel >= LENGTH) break;
+    copy_async(to + i * AT_ONCE * (WIDTH + ACCESS), pixel < count ? place : from, pixel < count);
+    place += static_cast<long long>(AT_ONCE) * stride;
   }
 }
 
