@@ -244,5 +244,6 @@ def test_large_maps_on_gpu(gpu, pixels, columns, rows):
     found = results[0]
     assert all(same_bits(found, other) for other in results[1:])
     exact = sum(b.double().T @ a.double() for a, b in zip(x.split(2**16), y.split(2**16), strict=True))
-    check_close("products", found.products, exact, FLOAT)
-    check_close("sums", found.sums, y.double().sum(0), FLOAT)
+    for value, expected in zip(found, (exact, y.double().sum(0)), strict=True):
+        # Tensor cores cut off what other units round, at each of some hundred additions.
+        assert (value - expected).abs().max() <= 5e-5 * expected.abs().max()
