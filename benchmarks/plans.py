@@ -2,10 +2,12 @@
 
     python benchmarks/plans.py --maps 56x56x64 28x28x128 --batch 256
     python benchmarks/plans.py --projection --maps 56x56x64 56x56x128 28x28x128 32x32x64x512 16x16x128x512
+    python benchmarks/plans.py --products
 
 For each map and each kernel it prints the time of the plan in use, and of the faster ones among all that fit. A cut is
 heads x lines of a block, then warps of a block, then blocks on a multiprocessor. With `--projection` it is about the
 projection and the context vectors instead, in two kernels or in one (`projections.py`), and compares their results.
+With `--products` it is about sums over pixels of products of channels (`pixel_products.py`), at the networks' shapes.
 """
 
 import argparse
@@ -16,6 +18,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pixel_products
 import torch
 from measure import Graphed
 from projections import compare
@@ -130,8 +133,13 @@ def main() -> None:
     parser.add_argument("--pool", action="store_true", help="the module averages 2 x 2 pixels")
     parser.add_argument("--show", type=int, default=3, help="so many of the fastest; 0: only the plan in use")
     parser.add_argument("--projection", action="store_true", help="the projection, for 64 and 128 channels")
+    parser.add_argument("--products", action="store_true", help="sums over pixels of products of channels")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
+    for shape in pixel_products.SHAPES if options.products else ():
+        pixel_products.compare(*shape, options.show > 0)
+    if options.products:
+        return
     for text in options.maps:
         height, width, channels, batch = (*map(int, text.split("x")), options.batch)[:4]
         if options.projection:

@@ -62,6 +62,17 @@ ChannelSums: Any = _structure(
     x=c_void_p, centre=c_void_p, partial=c_void_p, rows=c_longlong, channels=c_int, groups=c_int,
 )  # fmt: skip
 
+PixelProducts: Any = _structure(
+    "PixelProducts",
+    x=c_void_p, y=c_void_p, partial=c_void_p,
+    x_stride=c_int, y_stride=c_int, pixels=c_int, columns=c_int, rows=c_int,
+)  # fmt: skip
+
+PixelProductsSum: Any = _structure(
+    "PixelProductsSum",
+    partial=c_void_p, products=c_void_p, sums=c_void_p, blocks=c_int, columns=c_int, rows=c_int,
+)  # fmt: skip
+
 NormPool: Any = _structure(
     "NormPool",
     x=c_void_p, applied=c_void_p, coefficients=c_void_p, out=c_void_p, peak=c_void_p, place=c_void_p,

@@ -23,6 +23,7 @@ from gsanet.functional.fused.plan import (
     plan_context,
     plan_line,
     plan_norm,
+    plan_pixel_products,
     plan_pool,
     plan_projection,
     plan_sums,
@@ -480,6 +481,46 @@ def channel_sums(x: Tensor, centre: Tensor) -> Tensor:
     )
     _launch(plan, values, x)
     return partial
+
+
+class PixelProducts(NamedTuple):
+    """Sums over pixels, in float32: of products, (channels of y, channels of x), and of the channels of y."""
+
+    products: Tensor
+    sums: Tensor
+
+
+def pixel_products(x: Tensor, y: Tensor) -> PixelProducts | None:
+    """y^T x and the sums of y over pixels, in one pass over both maps; over one, if `x is y`.
+
+    Args:
+        x: (pixels, channels), of 16 bits.
+        y: The same, perhaps with other channels.
+
+    Returns:
+        The sums, or None where these kernels are not the plan: for channels that are not in `CUTS` of
+        `plan/products.py`, other dtypes, and maps whose pixels do not begin at multiples of 16 bytes.
+    """
+    maps = (x, y)
+    if any(one.stride(1) != 1 or one.stride(0) % 8 or one.data_ptr() % 16 or one.dtype != x.dtype for one in maps):
+        return None
+    (pixels, columns), rows = x.shape, y.shape[1]
+    plan = plan_pixel_products(_machine(x), x.dtype, pixels, columns, rows, x is y)
+    if plan is None:
+        return None
+    partial = x.new_empty(plan.pieces, rows * columns + rows, dtype=torch.float32)
+    found = PixelProducts(x.new_empty(rows, columns, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32))
+    shape = {"partial": partial.data_ptr(), "columns": columns, "rows": rows}
+    first, total = plan.launches
+    values = arguments.PixelProducts(
+        x=x.data_ptr(), y=y.data_ptr(), x_stride=x.stride(0), y_stride=y.stride(0), pixels=pixels, **shape
+    )
+    _launch(first, values, x)
+    values = arguments.PixelProductsSum(
+        products=found.products.data_ptr(), sums=found.sums.data_ptr(), blocks=plan.pieces, **shape
+    )
+    _launch(total, values, x)
+    return found
 
 
 class Pooled(NamedTuple):

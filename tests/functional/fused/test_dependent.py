@@ -16,6 +16,7 @@ import gsanet
 from gsanet.functional.backends import BACKENDS
 from gsanet.functional.fused import calls, compiler
 from gsanet.functional.fused.dependent import dependent_launches
+from gsanet.functional.fused.plan.products import CUTS
 from gsanet.functional.local_ops import local_mix, local_scores, local_spread
 
 KERNELS = {
@@ -110,6 +111,9 @@ def use_every_kernel() -> None:
         module(x).sum().backward()
         infer(module, x)
     assert calls.project_with_context(torch.zeros(22, 56, 56, 64, dtype=BF16), torch.zeros(192, 64, dtype=BF16), 8)
+    for columns, rows, same in CUTS:
+        x = torch.zeros(8, columns, dtype=BF16)
+        assert calls.pixel_products(x, x if same else torch.zeros(8, rows, dtype=BF16))
     stem = gsanet.create_model("gsa_resnet50", stem_width=64).stem.to(BF16)
     stem(torch.zeros(1, 3, 16, 16, dtype=BF16).to(memory_format=torch.channels_last)).sum().backward()
     calls.norm_pool(torch.zeros(1, 8, 8, 8, dtype=BF16), None)

@@ -14,7 +14,8 @@ import torch
 
 import gsanet
 from gsanet.functional.fused.compiler import compile_all, unavailable
-from gsanet.functional.fused.plan import Launch, Machine
+from gsanet.functional.fused.plan import Launch, Machine, plan_pixel_products
+from gsanet.functional.fused.plan.products import CUTS
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -127,6 +128,15 @@ def test_kernels_of_the_stem_compile_and_fit(planned, architecture, dtype):
     check_that_they_fit(planned.machine, binaries, plans)
 
 
+@pytest.mark.parametrize("architecture", MACHINES)
+def test_kernels_of_pixel_products_compile_and_fit(architecture):
+    """All that are planned; with so many pixels, cut as for a large batch."""
+    machine = MACHINES[architecture]
+    found = [plan_pixel_products(machine, torch.bfloat16, 2**18, *key) for key in CUTS]
+    plans = dict.fromkeys(itertools.chain(*(plan.launches for plan in found)))
+    check_that_they_fit(machine, compile_all([plan.kernel for plan in plans], architecture, workers=2), plans)
+
+
 def check_that_they_fit(machine, binaries, plans):
     for plan in plans:
         binary, constants = binaries[plan.kernel], dict(plan.kernel.constants)
@@ -135,7 +145,7 @@ def check_that_they_fit(machine, binaries, plans):
         # They are given out by eights.
         assert blocks * plan.threads * -(-binary.registers // 8) * 8 <= REGISTERS, plan
         assert plan.shared_bytes + binary.shared <= machine.shared_memory, plan
-        if plan.kernel.entry.startswith(("line", "project")):
+        if plan.kernel.entry.startswith(("line", "project", "pixel")):
             # As many blocks as it was compiled for fit at once; each takes a kilobyte more than it asks for.
             assert blocks * (plan.shared_bytes + binary.shared + 1024) <= machine.shared_memory_in_all, plan
         spilled = max(binary.spill_stores, binary.spill_loads)

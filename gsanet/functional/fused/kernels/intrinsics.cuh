@@ -178,3 +178,12 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
 
 // Until this thread's copies have arrived; others see them after a barrier.
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// The copies of this thread since the last call become a group, which may be empty.
+DEVICE void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all of this thread's groups have arrived but the last COUNT.
+template <int COUNT>
+DEVICE void wait_for_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
+}

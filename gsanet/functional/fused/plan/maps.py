@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from gsanet.functional.fused.compiler import Specialisation, specialise
+from gsanet.functional.fused.compiler import specialise
 from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine
 
 ROW_WARPS = 16  # that share the sums of what other kernels' blocks left
@@ -13,18 +13,18 @@ ROW_WARPS = 16  # that share the sums of what other kernels' blocks left
 @functools.cache
 def plan_norm(channels: int, entry: str) -> Launch:
     """The statistics of the batch norm (`norm_statistics`) or its gradients (`norm_gradient`)."""
-    return _plan_rows(specialise("norm.cu", entry, WARPS=ROW_WARPS, BLOCKS=1), channels, 2)
+    return plan_rows("norm.cu", entry, channels, 2)
 
 
 @functools.cache
 def plan_table(dtype: torch.dtype, columns: int) -> Launch:
     """The sum of what the blocks of a line layer's gradient left of the gradient of its table."""
-    kernel = specialise("table.cu", "table_gradient", SCALAR=SCALARS[dtype], WARPS=ROW_WARPS, BLOCKS=1)
-    return _plan_rows(kernel, columns, 1)
+    return plan_rows("table.cu", "table_gradient", columns, 1, SCALAR=SCALARS[dtype])
 
 
-def _plan_rows(kernel: Specialisation, columns: int, numbers: int) -> Launch:
+def plan_rows(source: str, entry: str, columns: int, numbers: int, **constants: int | str) -> Launch:
     """Sums over rows, `kernels/rows.cuh`, of so many numbers for each column."""
+    kernel = specialise(source, entry, WARPS=ROW_WARPS, BLOCKS=1, **constants)
     threads = 32 * ROW_WARPS
     return Launch(kernel, (-(-columns // 32), 1), threads, numbers * threads * 4)
 

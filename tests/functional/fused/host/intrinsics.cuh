@@ -292,6 +292,20 @@ DEVICE void multiply_add_tf32(float& d0, float& d1, float& d2, float& d3, const 
   host::multiply_words(d0, d1, d2, d3, a_words, b_words, {"multiply_add_tf32", file, line}, host::multiply_floats);
 }
 
+namespace host {
+
+// The first `count` copies of this thread that are under way.
+inline void finish_copies(size_t count) {
+  std::vector<Copy>& copies = machine.current->copies;
+  for (size_t i = 0; i < count; ++i) {
+    note(copies[i].to, 16, true);
+    do_copy(copies[i]);
+  }
+  copies.erase(copies.begin(), copies.begin() + count);
+}
+
+}  // namespace host
+
 // 16 bytes from global to shared memory in the background, or 16 zero bytes if not valid.
 DEVICE void copy_async(void* shared, const void* global, bool valid) {
   host::check_shared(shared, "copy_async");
@@ -304,11 +318,18 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
 }
 
 // Until this thread's copies have arrived; others see them after a barrier.
-DEVICE void wait_for_copies() {
-  std::vector<host::Copy>& copies = host::machine.current->copies;
-  for (host::Copy& copy : copies) {
-    host::note(copy.to, 16, true);
-    host::do_copy(copy);
-  }
-  copies.clear();
+DEVICE void wait_for_copies() { host::finish_copies(host::machine.current->copies.size()), host::machine.current->groups.clear(); }
+
+// The copies of this thread since the last call become a group, which may be empty.
+DEVICE void close_group() { host::machine.current->groups.push_back(host::machine.current->copies.size()); }
+
+// Until all of this thread's groups have arrived but the last COUNT.
+template <int COUNT>
+DEVICE void wait_for_groups() {
+  std::vector<size_t>& groups = host::machine.current->groups;
+  if (groups.size() <= COUNT) return;
+  const size_t arrived = groups.size() - COUNT, copies = groups[arrived - 1];
+  host::finish_copies(copies);
+  groups.erase(groups.begin(), groups.begin() + arrived);
+  for (size_t& end : groups) end -= copies;
 }

@@ -72,7 +72,8 @@ struct Fiber {
 #endif
   int thread, lane;
   Warp* warp;
-  std::vector<Copy> copies;  // issued and not yet done
+  std::vector<Copy> copies;    // issued and not yet done
+  std::vector<size_t> groups;  // how many of these there were when each group was closed
 };
 
 struct Warp {
@@ -338,7 +339,7 @@ inline void run_block() {
     for (int l = 0; l < LANES; ++l) {
       Fiber& lane = warp.lanes[l];
       lane.thread = w * LANES + l, lane.lane = l, lane.warp = &warp;
-      lane.copies.clear();
+      lane.copies.clear(), lane.groups.clear();
       prepare(lane);
     }
   }

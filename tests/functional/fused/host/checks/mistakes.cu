@@ -96,6 +96,18 @@ KERNEL(64, 1) races(Arguments arguments) {
   value += shared[thread ^ 1];
   if (how != 7) warp_barrier();
   shared[thread] = 0;
+  block_barrier();
+  // Copies in groups: the first one has arrived, the second one may still be on its way.
+  for (int group = 1; group < 3; ++group) {
+    if (thread < 16) copy_async(shared + 64 * group + 4 * thread, arguments.values + 4 * thread + 64, true);
+    close_group();
+  }
+  wait_for_groups<1>();
+  block_barrier();
+  value += shared[(how == 9 ? 128 : 64) + thread];
+  wait_for_groups<0>();
+  block_barrier();
+  value += shared[128 + (thread ^ 32)];
   // Between threads, in global memory.
   arguments.values[thread] = value;
   if (how != 8) block_barrier();
