@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import expansions
 import launches
 import measure as measuring
 import modules
@@ -518,3 +519,23 @@ def test_a_graph_does_what_its_run_does():
     graphed()
     graphed()
     assert x.tolist() == [5.0] * 4  # three before the capture, and two replays
+
+
+def test_ends_of_blocks_are_compared(monkeypatch, capsys):
+    monkeypatch.setattr(expansions, "Graphed", lambda run: run)
+    setting = replace(TINY, dtype=torch.bfloat16)
+    expansions.compare("an end", partial(expansions.EndStep, (2, 6, 8, 32), setting), "d_weight", setting)
+    network = partial(expansions.NetworkStep, "conv_resnet26", setting)
+    expansions.compare("a network", network, "loss", setting)
+    end, whole = capsys.readouterr().out.splitlines()
+    assert end.startswith("an end: layers ")
+    assert all(words in end for words in (", expansion ", "times as fast; d_weight apart by "))
+    assert 0 < float(end.rpartition(" ")[2]) < 0.05
+    assert whole.endswith("loss apart by 0.0e+00")  # a network that is not compiled is the same on both sides
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_ends_of_blocks_need_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        expansions.main([])
+    assert "on a GPU" in capsys.readouterr().err

@@ -80,8 +80,9 @@ def _convolve(block: nn.Module, x: Tensor) -> Tensor:
     """A shortcut: its convolution and norm as one where that is faster."""
     if _is_expansion(block):
         assert isinstance(block, ConvNormAct)
-        height, width = block.conv.stride
-        seen = x[:, :, ::height, ::width].contiguous(memory_format=torch.channels_last)
+        seen, (height, width) = x, block.conv.stride
+        if (height, width) != (1, 1):
+            seen = x[:, :, ::height, ::width].contiguous(memory_format=torch.channels_last)
         if takes(seen, block.conv, block.bn):
             return expand(seen, block.conv, block.bn)
     out: Tensor = block(x)

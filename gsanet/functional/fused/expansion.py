@@ -70,9 +70,7 @@ def expand(
         )  # fmt: skip
 
 
-def moments(
-    x: Tensor, weight: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, epsilon: float
-) -> Moments:
+def moments(x: Tensor, weight: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, epsilon: float) -> Moments:
     """Of x weight^T, in float32, from the products and sums of the channels of x."""
     count = x.numel() // x.shape[1]
     products, sums = expansion_ops.pixel_products(x, None)

@@ -37,7 +37,7 @@ def _(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("gsanet::sum_of_products", mutates_args=())
 def sum_of_products(first: Tensor, weight: Tensor, second: Tensor, square: Tensor, level: Tensor) -> Tensor:
-    """first weight + second square + level, over the channels of two maps; a map, channels-last.
+    """The sum first weight + second square + level over the channels of two maps: a map, channels-last.
 
     Args:
         first: (batch, channels of one, height, width).
