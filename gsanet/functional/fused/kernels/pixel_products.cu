@@ -188,7 +188,7 @@ KERNEL(THREADS, BLOCKS) pixel_products(const Arguments arguments) {
     if (!same)
       fetch<COLUMNS>(to + LENGTH * Y_ROW, arguments.x + first * arguments.x_stride + block.column * COLUMNS, arguments.x_stride,
                      count);
-    close_group();
+    end_group();
   };
   take_turn();
 #pragma unroll
