@@ -36,7 +36,7 @@ WIDE = [
     Cut(256, 128, 64, 64, sets=1, length=32, stages=4, blocks=1),
     Cut(256, 128, 64, 64, sets=1, length=32, stages=6, blocks=1),
     Cut(256, 128, 64, 32, sets=1, length=32, stages=6, blocks=1),
-    Cut(256, 128, 32, 64, sets=1, length=64, stages=3, blocks=1),
+    Cut(256, 128, 32, 64, sets=1, length=32, stages=6, blocks=1),
     Cut(128, 128, 64, 32, sets=1, length=32, stages=4, blocks=2),
     Cut(128, 128, 64, 64, sets=1, length=32, stages=4, blocks=2),
 ]

@@ -180,7 +180,7 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // The copies of this thread since the last call become a group, which may be empty.
-DEVICE void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Until all of this thread's groups have arrived but the last COUNT.
 template <int COUNT>

@@ -100,8 +100,8 @@ DEVICE void fetch(T* to, const T* from, int stride, int count) {
 #pragma unroll
   for (int i = 0; i < (LENGTH + AT_ONCE - 1) / AT_ONCE; ++i) {
     const int pixel = first + i * AT_ONCE;
-    if (LENGTH % AT_ONCE && pixel >= LENGTH) break;
-    copy_async(to + i * AT_ONCE * (WIDTH + ACCESS), pixel < count ? place : from, pixel < count);
+    if ((i + 1) * AT_ONCE <= LENGTH || pixel < LENGTH)
+      copy_async(to + i * AT_ONCE * (WIDTH + ACCESS), pixel < count ? place : from, pixel < count);
     place += static_cast<long long>(AT_ONCE) * stride;
   }
 }
@@ -178,17 +178,17 @@ KERNEL(THREADS, BLOCKS) pixel_products(const Arguments arguments) {
   const bool same = SYMMETRIC && (WHOLE || block.row == block.column);
   const int stretches = (arguments.pixels + LENGTH - 1) / LENGTH;
 
+  // All pixels of a stretch that does not exist become zeros, for nobody: cheaper than a branch in the way of the products.
   auto fetch_stretch = [&](int number, int stage) {
-    if (number < stretches) {
-      T* const to = shared + stage * STAGE;
-      const long long first = static_cast<long long>(number) * LENGTH;
-      const int count = arguments.pixels - number * LENGTH;
-      fetch<ROWS>(to, arguments.y + first * arguments.y_stride + block.row * ROWS, arguments.y_stride, count);
-      if (!same)
-        fetch<COLUMNS>(to + LENGTH * Y_ROW, arguments.x + first * arguments.x_stride + block.column * COLUMNS,
-                       arguments.x_stride, count);
-    }
-    close_group();
+    const bool exists = number < stretches;
+    T* const to = shared + stage * STAGE;
+    const long long first = exists ? static_cast<long long>(number) * LENGTH : 0;
+    const int count = exists ? arguments.pixels - number * LENGTH : 0;
+    fetch<ROWS>(to, arguments.y + first * arguments.y_stride + block.row * ROWS, arguments.y_stride, count);
+    if (!same)
+      fetch<COLUMNS>(to + LENGTH * Y_ROW, arguments.x + first * arguments.x_stride + block.column * COLUMNS, arguments.x_stride,
+                     count);
+    end_group();
   };
   take_turn();
 #pragma unroll
@@ -199,17 +199,17 @@ KERNEL(THREADS, BLOCKS) pixel_products(const Arguments arguments) {
   for (int number = block_index(); number < stretches; number += block_count()) {
     wait_for_groups<STAGES - 2>();
     block_barrier();  // the pixels are there, and nobody works on those before them
+    const T* const y = shared + stage * STAGE + part.set * 16 * Y_ROW + part.unit.row * UNIT_ROWS;
+    const T* const x =
+        shared + stage * STAGE + (same ? 0 : LENGTH * Y_ROW) + part.set * 16 * X_ROW + part.unit.column * UNIT_COLUMNS;
+    sums.add(y, x, part.share);
     fetch_stretch(number + (STAGES - 1) * block_count(), stage == 0 ? STAGES - 1 : stage - 1);
-    const T* const y = shared + stage * STAGE + part.unit.row * UNIT_ROWS;
-    const T* const x = shared + stage * STAGE + (same ? 0 : LENGTH * Y_ROW) + part.unit.column * UNIT_COLUMNS;
-#pragma unroll 4
-    for (int i = 0; i < LENGTH / 16 / SETS; ++i) {
-      const int pixel = (i * SETS + part.set) * 16;
-      sums.add(y + pixel * Y_ROW, x + pixel * X_ROW, part.share);
-    }
+#pragma unroll 3
+    for (int i = 1; i < LENGTH / 16 / SETS; ++i) sums.add(y + i * SETS * 16 * Y_ROW, x + i * SETS * 16 * X_ROW, part.share);
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
 
+  wait_for_copies();  // of what does not exist
   float* const left = reinterpret_cast<float*>(memory);  // (SETS, UNITS, 16, SUM_ROW)
   const long long products = static_cast<long long>(arguments.rows) * arguments.columns;
   float* const partial = arguments.partial + block_index() * (products + arguments.rows);

@@ -321,7 +321,7 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
 DEVICE void wait_for_copies() { host::finish_copies(host::machine.current->copies.size()), host::machine.current->groups.clear(); }
 
 // The copies of this thread since the last call become a group, which may be empty.
-DEVICE void close_group() { host::machine.current->groups.push_back(host::machine.current->copies.size()); }
+DEVICE void end_group() { host::machine.current->groups.push_back(host::machine.current->copies.size()); }
 
 // Until all of this thread's groups have arrived but the last COUNT.
 template <int COUNT>

@@ -100,7 +100,7 @@ KERNEL(64, 1) races(Arguments arguments) {
   // Copies in groups: the first one has arrived, the second one may still be on its way.
   for (int group = 1; group < 3; ++group) {
     if (thread < 16) copy_async(shared + 64 * group + 4 * thread, arguments.values + 4 * thread + 64, true);
-    close_group();
+    end_group();
   }
   wait_for_groups<1>();
   block_barrier();
