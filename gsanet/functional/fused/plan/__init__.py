@@ -6,6 +6,7 @@ The sizes here are those that the kernels' sources work out for themselves (`ker
 from gsanet.functional.fused.plan.context import plan_context
 from gsanet.functional.fused.plan.lines import LONGEST, plan_line
 from gsanet.functional.fused.plan.maps import plan_local, plan_norm, plan_pool, plan_sums, plan_table
+from gsanet.functional.fused.plan.product import plan_product
 from gsanet.functional.fused.plan.projection import plan_projection
 from gsanet.functional.fused.plan.shape import SCALARS, WIDTHS, Launch, Machine, Shape, bundle_of, machine_of
 
@@ -23,6 +24,7 @@ __all__ = [
     "plan_local",
     "plan_norm",
     "plan_pool",
+    "plan_product",
     "plan_projection",
     "plan_sums",
     "plan_table",
