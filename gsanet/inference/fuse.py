@@ -9,6 +9,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torchvision.ops import FrozenBatchNorm2d
 
 from gsanet.inference.attention import InferenceSelfAttention, fixed_scale_and_shift
+from gsanet.inference.attention_block import fuse_attention_blocks
 from gsanet.inference.blocks import ConvolutionReLU, fuse_blocks, fuse_pools, takes_relu
 from gsanet.inference.chains import Chains
 from gsanet.layers import GlobalSelfAttention
@@ -34,9 +35,11 @@ def fuse_for_inference(model: nn.Module) -> nn.Module:
 
     - a batch norm right behind a convolution is part of the convolution, which then has a bias. So is the ReLU behind
       both, if it is there only for them; and, where a residual block of timm's ByobNet or of torchvision's ResNets ends
-      in convolution, sum and ReLU, the sum. On an NVIDIA GPU, in float16 and bfloat16, that is one call of cuDNN;
+      in convolution, sum and ReLU, the sum. On an NVIDIA GPU, in float16 and bfloat16, that is one call of cuDNN, or
+      for 1x1 convolutions of few pixels one kernel of this package;
     - a GSA module is an `InferenceSelfAttention`: its batch norm, and the batch norm and ReLU behind it, are scales and
       shifts inside of it. On a GPU it is three to five kernels;
+    - a residual block around a GSA module is, for few images on a GPU, one operator;
     - the max-pool of a ResNet's stem is, on a GPU, a kernel of this package;
     - dropout, stochastic depth and gradient checkpointing are left out.
 
@@ -85,6 +88,7 @@ def fuse_for_inference(model: nn.Module) -> nn.Module:
     for attention in chains.modules((GlobalSelfAttention,)):
         if _is_foldable_attention(attention) and not has_hooks(attention):
             chains.replace(attention, InferenceSelfAttention(attention))
+    fuse_attention_blocks(root)
     return root[0].eval()  # what is new, too
 
 

@@ -440,7 +440,7 @@ def product(
     stride: tuple[int, int] = (1, 1),
     early_weight: bool = False,
 ) -> Tensor | None:
-    """x @ weight^T + bias + residual for each pixel of a map, and a ReLU: a 1x1 convolution.
+    """For each pixel of a map x @ weight^T + bias + residual, and a ReLU: a 1x1 convolution.
 
     Args:
         x: (batch, x, y, channel).
@@ -458,8 +458,8 @@ def product(
     x = x[:, :: stride[0], :: stride[1]]
     batch, height, width, channels = x.shape
     columns = weight.shape[0]
-    tensors = [tensor for tensor in (weight, bias, residual) if tensor is not None]
-    if not all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 and tensor.dtype == x.dtype for tensor in tensors):
+    others = [tensor for tensor in (weight, bias, residual) if tensor is not None]
+    if not all(other.is_contiguous() and other.data_ptr() % 16 == 0 and other.dtype == x.dtype for other in others):
         return None
     strides = _strides(x)
     if x.data_ptr() % 16 or any(distance % 8 for distance in strides[:3]) or strides[3] != 1:

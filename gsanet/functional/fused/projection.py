@@ -16,6 +16,18 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     return _pixels(x) @ weight.T
 
 
+def project_few(x: Tensor, weight: Tensor, early_weight: bool) -> Tensor | None:
+    """The same by a kernel of ours, for few pixels; None where that is not the plan.
+
+    Args:
+        x: (batch, channels, height, width).
+        weight: As for `project`.
+        early_weight: It is older than the kernel before, which is one of ours.
+    """
+    projected = calls.product(x.permute(0, 2, 3, 1), weight, early_weight=early_weight)
+    return None if projected is None else projected.flatten(0, 2)
+
+
 def project_on_chip(x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool) -> calls.Projected | None:
     """By one kernel: q and v, maps as large as x, and the context vectors; None where that is not the plan."""
     channels, maps = x.shape[1], x.permute(0, 2, 3, 1)

@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from functional.fused.test_product import SHAPES
 
 import gsanet
 from gsanet.functional.fused.compiler import compile_all, unavailable
-from gsanet.functional.fused.plan import Launch, Machine
+from gsanet.functional.fused.plan import Launch, Machine, plan_product
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -125,6 +126,21 @@ def test_kernels_of_the_stem_compile_and_fit(planned, architecture, dtype):
         "channel_sums", "norm_statistics", "norm_pool", "norm_pool_sums", "norm_gradient", "norm_pool_gradient",
     }  # fmt: skip
     check_that_they_fit(planned.machine, binaries, plans)
+
+
+@pytest.mark.parametrize("architecture", MACHINES)
+def test_products_of_one_image_compile_and_fit(architecture):
+    """All 1x1 convolutions and projections of GSA-ResNet-50."""
+    machine = MACHINES[architecture]
+    options = ("bias", "residual", "relu", "strided", "early_weight")
+    ways = [(True, False, True, False, False), (True, True, True, False, True), (False, False, False, True, False)]
+    plans = {
+        plan_product(machine, torch.bfloat16, *shape, **dict(zip(options, ways[i % 3], strict=True)))
+        for i, shape in enumerate(SHAPES)
+    }
+    assert len(plans) == len(SHAPES)
+    binaries = compile_all([plan.kernel for plan in plans], architecture, workers=2)
+    check_that_they_fit(machine, binaries, plans)
 
 
 def check_that_they_fit(machine, binaries, plans):

@@ -37,6 +37,23 @@ struct Arguments {
   int columns;
 };
 
+// Where the pixels of a tile begin in x.
+struct Pixels {
+  const Arguments& arguments;
+  int first;
+
+  DEVICE const T* operator()(int row) const {
+    const Map& x = arguments.x;
+    const T* const data = static_cast<const T*>(x.data);
+    const int pixel = first + row;
+    if constexpr (!STRIDED) return data + static_cast<long long>(pixel) * x.pixel;
+    const int line = pixel / arguments.width, image = line / arguments.height;
+    return data + image * x.batch + static_cast<long long>(line - image * arguments.height) * x.line +
+           static_cast<long long>(pixel - line * arguments.width) * x.pixel;
+  }
+};
+
+// Four neighbours, as floats.
 struct Four {
   float values[4];
 
@@ -78,7 +95,7 @@ KERNEL(THREADS, BLOCKS) product(const Arguments arguments) {
 
   Four bias{};
   auto fetch_weight = [&] {
-    fetch_rows<COLUMNS, CHANNELS, 4>(weight, columns, [&](int row) { return own_weight + row * CHANNELS; });
+    fetch_rows<COLUMNS, CHANNELS, 4>(weight, columns, Spaced{own_weight, CHANNELS});
     if constexpr (BIAS)
       if (is_column) bias = Four::load(arguments.bias + first_column + own_column);
   };
@@ -88,17 +105,7 @@ KERNEL(THREADS, BLOCKS) product(const Arguments arguments) {
     bring_near(own_weight, columns * CHANNELS * static_cast<int>(sizeof(T)));
   take_turn();
   if constexpr (!EARLY_WEIGHT) fetch_weight();
-  const T* const x = static_cast<const T*>(arguments.x.data);
-  fetch_rows<LENGTH, CHANNELS, 4>(pixels, rows, [&](int row) {
-    const int pixel = first_pixel + row;
-    if constexpr (STRIDED) {
-      const int line = pixel / arguments.width, image = line / arguments.height;
-      return x + image * arguments.x.batch + static_cast<long long>(line - image * arguments.height) * arguments.x.line +
-             static_cast<long long>(pixel - line * arguments.width) * arguments.x.pixel;
-    } else {
-      return x + static_cast<long long>(pixel) * arguments.x.pixel;
-    }
-  });
+  fetch_rows<LENGTH, CHANNELS, 4>(pixels, rows, Pixels{arguments, first_pixel});
   // Where this thread's outputs are, the first of them.
   const long long own = static_cast<long long>(first_pixel + own_row) * arguments.columns + first_column + own_column;
   auto exists = [&](int round) { return is_column && own_row + round * (THREADS / PER_ROW) < rows; };

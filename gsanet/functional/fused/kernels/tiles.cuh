@@ -172,6 +172,14 @@ DEVICE void fill_with_zeros(S* data, int count) {
     reinterpret_cast<Words*>(data)[i] = Words{};
 }
 
+// Where rows begin that are at one distance.
+struct Spaced {
+  const T* first;
+  long long distance;
+
+  DEVICE const T* operator()(int row) const { return first + row * distance; }
+};
+
 // Rows of WIDTH scalars from global to shared memory in the background, odd_stride(WIDTH) apart there: ROWS of them, of which
 // `count` exist, the others become zeros. `from(row)` is where a row begins; UNROLLED copies are one after the other in the code.
 template <int ROWS, int WIDTH, int UNROLLED, class Row>

@@ -10,8 +10,8 @@ import torch
 from gsanet.functional.fused.compiler import specialise
 from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine, Shape
 
-# Up to how many blocks for each multiprocessor the kernel is the plan; 0: never. With more, cuDNN and cuBLAS are better,
-# which read less for each product. `python benchmarks/launches.py --products` times both ways.
+# Up to how many blocks for each multiprocessor the kernel is the plan; 0: never. With more, cuDNN and cuBLAS are
+# better, which read less for each product. `python benchmarks/products.py` times both ways.
 MOST_BLOCKS = 6
 
 # Of a multiprocessor, in clocks: guesses that only the choice of a cut depends on.
