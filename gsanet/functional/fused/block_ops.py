@@ -1,13 +1,14 @@
-"""A residual block around a GSA module as one operator, for few images: `gsanet::attention_block`.
+"""Residual blocks around GSA modules, one behind the other, as one operator for few images: `gsanet::attention_blocks`.
 
-All that it computes could be four operators. As one it knows which kernel is before which: behind its first one there
-are kernels of this package only, and the weights of all others are older than that, so that each reads its own while
-the one before it still runs (`docs/kernels.md`, "Launched early"). The shortcut's convolution is computed beside the
-branch.
+All that it computes could be four operators for each block. As one it knows which kernel is before which: all weights
+and tables are older than its first kernel, and where that is one of this package, all others read theirs while the
+kernels before them still run (`docs/kernels.md`, "Launched early"). The shortcuts' convolutions are computed beside the
+branches.
 """
 
 import functools
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,97 +22,132 @@ from gsanet.functional.fused.prepared import prepared_operator
 from gsanet.functional.inference_only import refuse_gradients
 
 ONCE = (1, 1), (0, 0), (1, 1)  # stride, padding, dilation
+SETTINGS = 6  # numbers of a block: the last fields, and whether there are `finish`, the shortcut's weight and its bias
 
 
-def _attention_block(
-    x: Tensor,
-    first_weight: Tensor,
-    first_bias: Tensor,
-    weight: Tensor,
-    rel_column: Tensor,
-    rel_row: Tensor,
-    norm: Tensor,
-    finish: Tensor | None,
-    last_weight: Tensor,
-    last_bias: Tensor,
-    shortcut_weight: Tensor | None,
-    shortcut_bias: Tensor | None,
-    heads: int,
-    dim_key: int,
-    content: bool,
-    stride: int,
-) -> Tensor:
-    """relu(convolution(attention(relu(convolution(x)))) + shortcut(x)), 16-bit scalars.
+class Block(NamedTuple):
+    """relu(convolution(attention(relu(convolution(x)))) + shortcut(x)).
 
     Args:
-        x: (batch, channels, height, width).
-        first_weight: (channels of x of the module, channels, 1, 1).
-        first_bias: The same channels.
-        weight: Of the module, as all up to `finish` as for `gsanet::attention_map_inference`.
+        first_weight: Of the convolution before attention, (channels of the module, channels, 1, 1).
+        first_bias: Its bias.
+        weight: Of the module, and up to `finish` the same as for `gsanet::attention_map_inference`.
         rel_column: The same.
         rel_row: The same.
         norm: The same.
-        finish: The same.
-        last_weight: (channels out, channels of the module's output, 1, 1).
-        last_bias: (channels out,).
+        last_weight: Of the convolution behind attention, (channels out, channels of the module's output, 1, 1).
+        last_bias: Its bias.
+        finish: As for `gsanet::attention_map_inference`.
         shortcut_weight: (channels out, channels, 1, 1); None: the shortcut is x itself.
-        shortcut_bias: (channels out,), or None.
+        shortcut_bias: Its bias, or None.
         heads: Number of heads.
         dim_key: Channels of q.
         content: Whether content attention is on.
         stride: Of the module, and of the shortcut's convolution.
     """
+
+    first_weight: Tensor
+    first_bias: Tensor
+    weight: Tensor
+    rel_column: Tensor
+    rel_row: Tensor
+    norm: Tensor
+    last_weight: Tensor
+    last_bias: Tensor
+    finish: Tensor | None
+    shortcut_weight: Tensor | None
+    shortcut_bias: Tensor | None
+    heads: int
+    dim_key: int
+    content: bool
+    stride: int
+
+    def packed(self) -> tuple[list[Tensor], list[int]]:
+        """As an operator takes it: the tensors that there are, and numbers."""
+        there = [tensor is not None for tensor in self[8:11]]
+        tensors = [tensor for tensor in self[:11] if isinstance(tensor, Tensor)]
+        # The shortcut has no bias without a weight.
+        return tensors, [self.heads, self.dim_key, int(self.content), self.stride, int(there[0]), sum(there[1:])]
+
+
+def _unpacked(tensors: Sequence[Tensor], settings: Sequence[int]) -> Iterator[Block]:
+    left = iter(tensors)
+    for i in range(0, len(settings), SETTINGS):
+        heads, dim_key, content, stride, finish, shortcut = settings[i : i + SETTINGS]
+        first_weight, first_bias, weight, column, row, norm, last_weight, last_bias = (next(left) for _ in range(8))
+        others = (next(left) if there else None for there in (finish, shortcut > 0, shortcut > 1))
+        end, shortcut_weight, shortcut_bias = others
+        yield Block(
+            first_weight, first_bias, weight, column, row, norm, last_weight, last_bias,
+            end, shortcut_weight, shortcut_bias, heads, dim_key, bool(content), stride,
+        )  # fmt: skip
+
+
+def _attention_blocks(x: Tensor, tensors: Sequence[Tensor], settings: Sequence[int]) -> Tensor:
+    """All blocks, of (batch, channels, height, width) in 16 bits; `Block.packed` makes tensors and settings of one."""
     # All copies that may have to be made are made before the first kernel of ours.
     x = x.contiguous(memory_format=torch.channels_last)
-    tables = rel_column.contiguous(), rel_row.contiguous()
+    blocks = [
+        block._replace(rel_column=block.rel_column.contiguous(), rel_row=block.rel_row.contiguous())
+        for block in _unpacked(tensors, settings)
+    ]
+    early = False  # whether a kernel of ours has begun, so that all that is older than the operator is there
+    for block in blocks:
+        x, early = _run(block, x, early), True  # that of the rows was one
+    return x
+
+
+def _run(block: Block, x: Tensor, early: bool) -> Tensor:
+    """One block; `early`: behind a kernel of ours of the same operator."""
 
     def shortcut() -> Tensor:
-        if shortcut_weight is None:
+        if block.shortcut_weight is None:
             return x
-        out = convolve_few(x, shortcut_weight, shortcut_bias, relu=False, stride=(stride, stride))
-        return fused_pointwise_convolution(x, shortcut_weight, shortcut_bias, (stride, stride)) if out is None else out
+        stride = block.stride, block.stride
+        convolution = block.shortcut_weight, block.shortcut_bias
+        out = convolve_few(x, *convolution, relu=False, stride=stride, early_weight=early)
+        return fused_pointwise_convolution(x, *convolution, stride) if out is None else out
 
     residual, wait = start_beside(shortcut, x)
-    inner = convolve_few(x, first_weight, first_bias, relu=True)
-    ours = inner is not None
+    first, last = (block.first_weight, block.first_bias), (block.last_weight, block.last_bias)
+    inner = convolve_few(x, *first, relu=True, early_weight=early)
+    early = early or inner is not None
     if inner is None:
-        inner = fused_convolution_relu(x, first_weight, first_bias, None, *ONCE)
-    attended = infer(inner, weight, *tables, norm, finish, heads, dim_key, content, stride, early=ours)
+        inner = fused_convolution_relu(x, *first, None, *ONCE)
+    attended = infer(
+        inner, block.weight, block.rel_column, block.rel_row, block.norm, block.finish,
+        block.heads, block.dim_key, block.content, block.stride, early=early,
+    )  # fmt: skip
     wait()
-    out = convolve_few(attended, last_weight, last_bias, residual, relu=True, early_weight=True)
-    return fused_convolution_relu(attended, last_weight, last_bias, residual, *ONCE) if out is None else out
+    out = convolve_few(attended, *last, residual, relu=True, early_weight=True)
+    return fused_convolution_relu(attended, *last, residual, *ONCE) if out is None else out
 
 
-def _prepare(*arguments: Any) -> None:
-    shapes = tuple(tuple(tensor.shape) if isinstance(tensor, Tensor) else None for tensor in arguments[:-4])
-    _compile_ahead(arguments[0].device, arguments[0].dtype, shapes, arguments[-4:])
+def _prepare(x: Tensor, tensors: Sequence[Tensor], settings: Sequence[int]) -> None:
+    shapes = tuple(tuple(tensor.shape) for tensor in (x, *tensors))
+    _compile_ahead(x.device, x.dtype, shapes, tuple(settings))
 
 
 @functools.cache
 def _compile_ahead(
-    device: torch.device,
-    dtype: torch.dtype,
-    shapes: tuple[tuple[int, ...] | None, ...],
-    settings: tuple[int, int, bool, int],
+    device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], settings: tuple[int, ...]
 ) -> None:
-    """Compile all kernels of a block at once when it is first met; `shapes` are those of its tensors."""
-    if device.type != "cuda":
-        return
-    x, *others = (None if shape is None else torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
-    assert x is not None
-    block: Any = _attention_block
-    tensors = [x.to(memory_format=torch.channels_last), *others]
-    calls.compile_ahead(device, lambda: block(*tensors, *settings))
+    """Compile all kernels of some blocks at once when they are first met; `shapes` are those of x and the tensors."""
+    if device.type == "cuda":
+        x, *tensors = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+        x = x.to(memory_format=torch.channels_last)
+        calls.compile_ahead(device, lambda: _attention_blocks(x, tensors, settings))
 
 
-attention_block = prepared_operator("gsanet::attention_block", _attention_block, _prepare)
+attention_blocks = prepared_operator("gsanet::attention_blocks", _attention_blocks, _prepare)
 
 
-@attention_block.register_fake
-def _(x: Tensor, *others: Any) -> Tensor:
-    last_weight, stride = others[7], others[-1]
-    batch, _, height, width = x.shape
-    return x.new_empty(batch, height // stride, width // stride, last_weight.shape[0]).permute(0, 3, 1, 2)
+@attention_blocks.register_fake
+def _(x: Tensor, tensors: Sequence[Tensor], settings: Sequence[int]) -> Tensor:
+    batch, channels, height, width = x.shape
+    for block in _unpacked(tensors, settings):
+        channels, height, width = block.last_weight.shape[0], height // block.stride, width // block.stride
+    return x.new_empty(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
-refuse_gradients(attention_block)
+refuse_gradients(attention_blocks)

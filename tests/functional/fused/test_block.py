@@ -1,7 +1,9 @@
 """A residual block around a GSA module as one operator, and its convolutions by the kernel of few pixels."""
 
+import contextlib
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from gsanet.functional import convolution, fused, use_backend
 from gsanet.functional.backends import BACKENDS
 from gsanet.functional.convolution import fused_convolution_relu, fused_pointwise_convolution
 from gsanet.functional.fused import block_ops, calls, module_ops
+from gsanet.functional.fused.dependent import dependent_launches
 from gsanet.functional.fused.plan import plan_product
 from gsanet.functional.fused.plan import product as product_plans
 from gsanet.functional.fused.plan.product import cut_product
-from gsanet.inference.attention_block import AttentionBlock
+from gsanet.inference import attention_block
+from gsanet.inference.attention_block import AttentionBlock, AttentionBlocks
 from gsanet.inference.blocks import PointwiseConvolution
 
 # Of one block: the convolution before attention, projection, context vectors, columns, rows, the last convolution.
@@ -40,9 +44,9 @@ def device(kernels, request):
     return kernels.device
 
 
-def make_blocks(stride=2, seed=0):
-    """Two blocks as the folded have them: one with a convolution in its shortcut, and one without."""
-    torch.manual_seed(seed)
+def make_blocks():
+    """Two blocks as networks have them: one with a convolution in its shortcut, and one without."""
+    torch.manual_seed(0)
     model = gsanet.create_model("gsa_resnet26_tiny", img_size=32, num_classes=4).eval()
     with torch.no_grad():
         for module in model.modules():
@@ -63,8 +67,17 @@ def blocks():
 
 def test_what_becomes_a_block(blocks):
     _, folded, _ = blocks
+    assert type(folded) is AttentionBlocks
     assert [type(block) for block in folded] == [AttentionBlock, AttentionBlock]
     assert type(folded[0].shortcut.conv) is PointwiseConvolution
+    network = gsanet.fuse_for_inference(gsanet.create_model("gsa_resnet26", img_size=32, num_classes=4))
+    assert type(network.stages) is AttentionBlocks
+    assert all(type(stage) is AttentionBlocks for stage in network.stages)
+    mixed = gsanet.fuse_for_inference(
+        nn.Sequential(make_blocks(), nn.Sequential(nn.Conv2d(256, 8, 1)), nn.Sequential())
+    )
+    assert [type(child) for child in mixed] == [AttentionBlocks, nn.Sequential, nn.Sequential]
+    assert type(mixed) is nn.Sequential
 
 
 def early(plans):
@@ -84,17 +97,22 @@ def test_block(kernels, device, blocks):
         out = network(x)
         launched = [plan.kernel.entry for plan in kernels.launched]
         assert launched == ["product", *BRANCH, *BRANCH]
-        # The first kernels of each operator wait for what may have written their weights.
-        assert early(kernels.launched) == [0, 0, 1, None, 1, 1, 1, 0, 1, None, 1, 1, 1]
+        # The first kernels of the operator wait for what may have written their weights: two, as they may be beside
+        # each other. All others know that it is there.
+        assert early(kernels.launched) == [0, 0, 1, None, 1, 1, 1, 1, 1, None, 1, 1, 1]
         check_close("output", out, expected, BF16)
         assert out.is_contiguous(memory_format=torch.channels_last)
         kernels.launched.clear()
-        # Someone looks on: layer by layer, by the same kernels, none of which knows the one before it.
-        handle = network[1].self_attn.register_forward_hook(lambda *_: None)
-        assert torch.equal(network(x), out)
-        assert early(kernels.launched)[-6:] == [0, 0, None, 1, 1, 0]
-        assert [plan.kernel.entry for plan in kernels.launched] == launched
-        handle.remove()
+        # Someone looks on: block by block, or layer by layer where it is inside of one, by the same kernels, none of
+        # which knows what was before the operator.
+        watched = {network[1]: [0, 1, None, 1, 1, 1], network[1].self_attn: [0, 0, None, 1, 1, 0]}
+        for module, expected in watched.items():
+            handle = module.register_forward_hook(lambda *_: None)
+            assert torch.equal(network(x), out)
+            assert early(kernels.launched) == [0, 0, 1, None, 1, 1, 1, *expected]
+            assert [plan.kernel.entry for plan in kernels.launched] == launched
+            handle.remove()
+            kernels.launched.clear()
 
 
 def test_what_goes_layer_by_layer(planned, as_on_gpu, blocks, monkeypatch):
@@ -102,7 +120,7 @@ def test_what_goes_layer_by_layer(planned, as_on_gpu, blocks, monkeypatch):
     _, folded, _ = blocks
     called = []
     monkeypatch.setattr(
-        "gsanet.inference.attention_block.attention_block", lambda *arguments: called.append(arguments) or arguments[0]
+        attention_block, "attention_blocks", lambda *arguments: called.append(arguments) or arguments[0]
     )
     block = folded[1]
     channels = block.conv1_1x1.conv.in_channels
@@ -144,20 +162,17 @@ def test_compiled_and_registered(kernels, device, blocks):
         assert torch.equal(compiled(x), expected)
         torch._dynamo.reset()
         assert [plan.kernel.entry for plan in kernels.launched] == ["product", *BRANCH, *BRANCH]
-        block = network[0]
-        convolutions = block.conv1_1x1.conv, block.conv3_1x1.conv, block.shortcut.conv
-        first, last, shortcut = ((one.weight, one.bias) for one in convolutions)
-        attention = block.self_attn
-        settings = attention.num_heads, attention.dim_key, attention.content, attention.stride
-        operands = attention.operands(x[:, :1].expand(-1, attention.dim, -1, -1))
         tests = ("test_schema", "test_faketensor")
-        arguments = (x, *first, *operands, *last, *shortcut, *settings)
-        torch.library.opcheck(block_ops.attention_block, arguments, test_utils=tests)
-        torch.library.opcheck(fused_pointwise_convolution, (x, shortcut[0], None, (2, 2)), test_utils=tests)
+        arguments = []
+        with mock.patch.object(attention_block, "attention_blocks", lambda *given: arguments.append(given) or x):
+            network(x)
+        torch.library.opcheck(block_ops.attention_blocks, arguments[0], test_utils=tests)
+        weight = network[0].shortcut.conv.weight
+        torch.library.opcheck(fused_pointwise_convolution, (x, weight, None, (2, 2)), test_utils=tests)
 
 
 def test_all_kernels_are_compiled_ahead(planned, as_on_gpu, blocks, monkeypatch):
-    """Those that a block launches, and no others."""
+    """Those that blocks launch, and no others."""
     _, folded, channels = blocks
     found = []
     on_gpu = torch.device("cuda", 0)
@@ -167,7 +182,7 @@ def test_all_kernels_are_compiled_ahead(planned, as_on_gpu, blocks, monkeypatch)
     monkeypatch.setattr(calls, "compile_all", lambda kernels, architecture: found.append(set(kernels)))
     x = normal(1, channels, 8, 8, dtype=BF16).to(memory_format=torch.channels_last)
     with torch.no_grad(), planned.running(poison=False):
-        folded[0](x)
+        folded(x)
     assert found == [{plan.kernel for plan in planned.launched}]
 
 
@@ -199,7 +214,25 @@ def test_convolutions(kernels, device, residual, stride):
     assert not kernels.launched
 
 
-def test_projection_of_few_pixels(kernels, monkeypatch):
+@pytest.fixture
+def other_way():
+    """A function that has products made by cuDNN and cuBLAS from then on."""
+
+    def clear():
+        cut_product.cache_clear()
+        plan_product.cache_clear()
+
+    with contextlib.ExitStack() as stack:
+
+        def change():
+            stack.enter_context(mock.patch.object(product_plans, "MOST_BLOCKS", 0))
+            clear()
+
+        yield change
+    clear()
+
+
+def test_projection_of_few_pixels(kernels, other_way):
     """Of a module alone; its columns then come behind a kernel of ours."""
     x = normal(1, 32, 6, 8, dtype=BF16).to(kernels.device, memory_format=torch.channels_last)
     weight = (normal(96, 32, seed=1) * 32**-0.5).to(BF16).to(kernels.device)
@@ -211,12 +244,54 @@ def test_projection_of_few_pixels(kernels, monkeypatch):
         assert [plan.kernel.entry for plan in kernels.launched] == ["product", *entries]
         assert early(kernels.launched) == [0, None, 1, 1]
         kernels.launched.clear()
-        monkeypatch.setattr(product_plans, "MOST_BLOCKS", 0)
-        for plan in (cut_product, plan_product):
-            plan.cache_clear()
+        other_way()
         usual = module_ops.attention_map_inference(*arguments)
         assert [plan.kernel.entry for plan in kernels.launched] == entries
         assert early(kernels.launched) == [None, 0, 1]
-    for plan in (cut_product, plan_product):
-        plan.cache_clear()
     check_close("output", out, usual.double(), BF16)
+
+
+# --- On a GPU: the whole network.
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_network_on_gpu(gpu, other_way, images):
+    """The same bits early and as usual, with weights that were just written; and close to the other way."""
+    torch.manual_seed(0)
+    network = gsanet.fuse_for_inference(gsanet.create_model("gsa_resnet50")).to("cuda", BF16)
+    network = network.to(memory_format=torch.channels_last)
+    parameters = [parameter for parameter in network.parameters() if parameter.dtype == BF16]
+    kept = [parameter.clone() for parameter in parameters]
+    x = normal(images, 3, 224, 224, dtype=BF16).cuda().to(memory_format=torch.channels_last)
+
+    def run():
+        for parameter, values in zip(parameters, kept, strict=True):
+            parameter.zero_()
+            parameter.copy_(values)
+        return network(x)
+
+    with torch.no_grad(), gpu.running(poison=False):
+        run()
+        products = [plan for plan in gpu.launched if plan.kernel.entry == "product"]
+        assert len(products) > 40
+        assert sum(dict(plan.kernel.constants)["EARLY_WEIGHT"] for plan in products) == len(products) - 2
+        pairs = []
+        for early_launches in (True, False):
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with dependent_launches(early_launches), torch.cuda.graph(graph):
+                pairs.append((graph, run()))
+        for seed in range(10):
+            x.copy_(normal(*x.shape, dtype=BF16, seed=seed).cuda())
+            for graph, _ in pairs:
+                graph.replay()
+            usual = run()
+            with dependent_launches(True):
+                called = run()
+            torch.cuda.synchronize()
+            for other in (pairs[0][1], pairs[1][1], called):
+                assert torch.equal(other, usual)
+        other_way()
+        gpu.launched.clear()
+        check_close("the other way", usual, network(x).double(), BF16)
+        assert "product" not in gpu.entries

@@ -1,10 +1,13 @@
 """Products of few rows, `kernels/product.cu`: 1x1 convolutions and projections of one image or a few."""
 
+import math
+
 import pytest
 import torch
-from functional.fused.test_kernels import BF16, FLOAT, HALF, MACHINES, check_close, normal
+from functional.fused.test_kernels import BF16, FLOAT, HALF, MACHINES, check_close, normal, same_bits
 
 from gsanet.functional.fused import calls
+from gsanet.functional.fused.dependent import dependent_launches
 from gsanet.functional.fused.plan import plan_product
 from gsanet.functional.fused.plan import product as product_plans
 from gsanet.functional.fused.plan.product import Cut, cut_product
@@ -188,3 +191,75 @@ def test_operands_that_are_not_at_16_bytes(kernels, use):
         assert calls.product(x, weight.T.contiguous().T, bias, residual) is None
         assert calls.product(x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1), weight, bias, residual) is None
         assert calls.product(x, weight, bias.float(), residual) is None
+
+
+# --- On a GPU: all shapes of one image, launched early and as usual.
+
+
+@pytest.mark.parametrize("dtype", [BF16, HALF])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes_on_gpu(gpu, shape, dtype):
+    pixels, channels, columns = shape
+    size = (math.isqrt(pixels),) * 2
+    arguments = example(1, size, channels, columns, dtype, "cuda")
+    with gpu.running():
+        for added in (arguments, (*arguments[:3], None), (*arguments[:2], None, None)):
+            for relu in (False, True):
+                out = calls.product(*added, relu=relu)
+                check_close("product", out, exact(*added, relu=relu), dtype)
+                assert torch.equal(calls.product(*added, relu=relu, early_weight=True), out)
+        wide = example(1, tuple(2 * side for side in size), channels, columns, dtype, "cuda", (2, 2))
+        out = calls.product(*wide, stride=(2, 2))
+        check_close("with a stride", out, exact(*wide, stride=(2, 2)), dtype)
+    assert gpu.entries == {ENTRY}
+
+
+def chain(x, weights, residual):
+    """There and back again, several times; behind the first kernel the weights are read early."""
+    results = []
+    for i, (up, down, bias) in enumerate(weights):
+        x = calls.product(x, up, bias, residual, relu=True, early_weight=i > 0)
+        x = calls.product(x, down, early_weight=True)
+        results.append(x)
+    return results
+
+
+@pytest.mark.parametrize(("pixels", "channels"), [(3136, 64), (784, 128), (196, 256), (49, 512)])
+def test_chains_on_gpu(gpu, pixels, channels):
+    """The same bits, early and as usual, called and in a CUDA graph, with weights that were just written."""
+    side = math.isqrt(pixels)
+    x, _, _, residual = example(1, (side, side), channels, 4 * channels, BF16, "cuda")
+    shapes = (4 * channels, channels), (channels, 4 * channels), (4 * channels,)
+    values = [
+        [(normal(*shape, seed=seed) * shape[-1] ** -0.5).to(BF16).cuda() for shape in shapes] for seed in range(6)
+    ]
+    weights = [[torch.empty_like(tensor) for tensor in one] for one in values]
+
+    def run():
+        for own, given in zip(weights, values, strict=True):
+            for to, tensor in zip(own, given, strict=True):
+                to.copy_(tensor)
+        return chain(x, weights, residual)
+
+    with gpu.running(poison=False):
+        run()
+        pairs = []
+        for early in (True, False):
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with dependent_launches(early), torch.cuda.graph(graph):
+                pairs.append((graph, run()))
+        for seed in range(10):
+            x.copy_(normal(*x.shape, dtype=BF16, seed=seed).cuda())
+            values[seed % 6][0].neg_()
+            for graph, _ in pairs:
+                graph.replay()
+            with dependent_launches(True):
+                called = run()
+            torch.cuda.synchronize()
+            assert same_bits(pairs[0][1], pairs[1][1])
+            assert same_bits(called, pairs[1][1])
+        expected = x
+        for up, down, bias in values:
+            expected = exact(exact(expected, up, bias, residual, relu=True).to(BF16), down).to(BF16)
+        check_close("a chain", called[-1], expected.double(), BF16)
