@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from functional.fused.test_kernels import BF16, check_close, normal
+from helpers import relative_error
 from timm.models.byobnet import SelfAttnBlock
 from torch import nn
 
@@ -267,8 +268,8 @@ def test_network_on_gpu(gpu, other_way, images):
     def run():
         for parameter, values in zip(parameters, kept, strict=True):
             parameter.zero_()
-            parameter.copy_(values)
-        return network(x)
+            torch.mul(values, 1, out=parameter)
+        return network.forward_features(x)
 
     with torch.no_grad(), gpu.running(poison=False):
         run()
@@ -293,5 +294,5 @@ def test_network_on_gpu(gpu, other_way, images):
                 assert torch.equal(other, usual)
         other_way()
         gpu.launched.clear()
-        check_close("the other way", usual, network(x).double(), BF16)
+        assert relative_error(usual, network.forward_features(x)) < 0.03  # roundings of 16 blocks
         assert "product" not in gpu.entries
