@@ -15,7 +15,7 @@ from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine, Shape
 MOST_BLOCKS = 6
 
 # Of a multiprocessor, in clocks: guesses that only the choice of a cut depends on.
-BYTES_PER_CLOCK = 32  # from the cache, if all multiprocessors read
+BYTES_PER_CLOCK = 24  # from the cache, if all multiprocessors read
 EARLY = 0.5  # of the weight's time, as it is on its way before the pixels are
 SHARED_BYTES_PER_CLOCK = 128
 PRODUCT = 6.5  # one of 16 x 8 x 16, on a quarter of the multiprocessor
