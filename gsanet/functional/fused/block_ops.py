@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gsanet.functional.convolution import fused_convolution_relu, fused_pointwise_convolution
 from gsanet.functional.fused import calls
-from gsanet.functional.fused.beside import start_beside
+from gsanet.functional.fused.beside import Beside
 from gsanet.functional.fused.module_ops import infer
 from gsanet.functional.fused.pointwise import convolve_few
 from gsanet.functional.fused.prepared import prepared_operator
@@ -99,28 +99,29 @@ def _attention_blocks(x: Tensor, tensors: Sequence[Tensor], settings: Sequence[i
 
 def _run(block: Block, x: Tensor, early: bool) -> Tensor:
     """One block; `early`: behind a kernel of ours of the same operator."""
-
-    def shortcut() -> Tensor:
-        if block.shortcut_weight is None:
-            return x
-        stride = block.stride, block.stride
-        convolution = block.shortcut_weight, block.shortcut_bias
-        out = convolve_few(x, *convolution, relu=False, stride=stride, early_weight=early)
-        return fused_pointwise_convolution(x, *convolution, stride) if out is None else out
-
-    residual, wait = start_beside(shortcut, x)
+    # The branch's convolution is launched first, as all others wait for it; the shortcut's does not.
+    beside = None if block.shortcut_weight is None else Beside(x)
     first, last = (block.first_weight, block.first_bias), (block.last_weight, block.last_bias)
     inner = convolve_few(x, *first, relu=True, early_weight=early)
-    early = early or inner is not None
+    by_kernel = inner is not None
     if inner is None:
         inner = fused_convolution_relu(x, *first, None, *ONCE)
+    residual = x if beside is None else beside.run(lambda: _shortcut(block, x, early))
     attended = infer(
         inner, block.weight, block.rel_column, block.rel_row, block.norm, block.finish,
-        block.heads, block.dim_key, block.content, block.stride, early=early,
+        block.heads, block.dim_key, block.content, block.stride, early=early or by_kernel,
     )  # fmt: skip
-    wait()
+    if beside is not None:
+        beside.wait()
     out = convolve_few(attended, *last, residual, relu=True, early_weight=True)
     return fused_convolution_relu(attended, *last, residual, *ONCE) if out is None else out
+
+
+def _shortcut(block: Block, x: Tensor, early: bool) -> Tensor:
+    assert block.shortcut_weight is not None
+    convolution, stride = (block.shortcut_weight, block.shortcut_bias), (block.stride, block.stride)
+    out = convolve_few(x, *convolution, relu=False, stride=stride, early_weight=early)
+    return fused_pointwise_convolution(x, *convolution, stride) if out is None else out
 
 
 def _prepare(x: Tensor, tensors: Sequence[Tensor], settings: Sequence[int]) -> None:
