@@ -197,7 +197,8 @@ def compare_shape(case: Case, batch: int, setting: Setting) -> dict[str, float]:
 def describe(cut: Cut, rows: int, columns: int) -> str:
     """A cut, and how many blocks it makes."""
     down, along = cut.blocks(rows, columns)
-    return f"{down * along} of {cut.length}x{cut.columns}, warps {cut.down}x{cut.along}, {cut.parts} parts"
+    chunks = "" if cut.chunks == 1 else f", {cut.chunks} chunks"
+    return f"{down * along} of {cut.length}x{cut.columns}, warps {cut.down}x{cut.along}, {cut.parts} parts{chunks}"
 
 
 def compare_cuts(case: Case, batch: int, setting: Setting, show: int) -> None:

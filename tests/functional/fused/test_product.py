@@ -61,16 +61,24 @@ def exact(x, weight, bias=None, residual=None, *, relu=False, stride=(1, 1)):
 @pytest.mark.parametrize(
     ("cut", "dtype", "batch", "size", "channels", "columns", "options"),
     [
-        (Cut(16, 16, 16, 16, 8), BF16, 1, (7, 7), 256, 32, {"relu": True}),
+        (Cut(16, 16, 16, 16, 8, 2), BF16, 1, (7, 7), 256, 32, {"relu": True}),
         (Cut(16, 16, 16, 16, 16), HALF, 1, (7, 3), 512, 16, {"relu": True}),
         (Cut(16, 32, 16, 32, 4), BF16, 1, (5, 7), 128, 64, {}),
-        (Cut(32, 64, 32, 32, 2), BF16, 1, (5, 7), 64, 72, {"relu": True}),  # columns and pixels that do not fill a tile
+        (
+            Cut(32, 64, 32, 32, 2, 2),
+            BF16,
+            1,
+            (5, 7),
+            64,
+            72,
+            {"relu": True},
+        ),  # columns and pixels that do not fill a tile
         (Cut(32, 32, 16, 16, 1), HALF, 3, (4, 5), 80, 40, {}),
         (Cut(64, 64, 32, 32, 1), BF16, 2, (7, 7), 64, 64, {"relu": True}),
         (Cut(64, 16, 16, 16, 2), BF16, 1, (9, 9), 96, 24, {"relu": True, "stride": (2, 2)}),
-        (Cut(16, 64, 16, 16, 2), HALF, 2, (8, 6), 32, 64, {"stride": (2, 1)}),
+        (Cut(16, 64, 16, 16, 1, 2), HALF, 2, (8, 6), 96, 64, {"stride": (2, 1)}),
         (Cut(32, 32, 32, 16, 2), BF16, 2, (6, 5), 64, 32, {"stride": (2, 2), "early_weight": True}),
-        (Cut(16, 32, 16, 16, 4), BF16, 1, (1, 1), 64, 32, {"early_weight": True}),
+        (Cut(16, 32, 16, 16, 4, 2), BF16, 1, (1, 1), 128, 32, {"early_weight": True}),
     ],
     ids=str,
 )

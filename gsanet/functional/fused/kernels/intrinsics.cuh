@@ -184,5 +184,11 @@ DEVICE void bring_near(const void* global, int bytes) {
 #endif
 }
 
+// The copies since the last call are a group.
+DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all of this thread's groups of copies have arrived but the last one.
+DEVICE void wait_for_earlier_groups() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+
 // Until this thread's copies have arrived; others see them after a barrier.
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -2,8 +2,9 @@
 // convolution, or the projection of q, k and v.
 //
 // Such a product is latency more than work. A block has LENGTH pixels and COLUMNS columns of the output, and all CHANNELS of
-// both operands in shared memory at once: every copy is on its way before the first one is waited for. Its warps share
-// the tile, DOWN x ALONG for each, and the sum, of which each of PARTS has a stretch of channels; what they have is added through
+// both operands in shared memory at once: every copy is on its way before the first one is waited for. They may come as two
+// CHUNKS, half of the channels each: the first one is multiplied while the other arrives. Its warps share
+// the tile, DOWN x ALONG for each, and the sum, of which each of PARTS has a stretch of each chunk; what they have is added through
 // shared memory, in a fixed order. EARLY_WEIGHT: weight and bias were there before the kernel before this one began, and are
 // fetched while that one still runs; else they are only asked for, which brings them near and is right whoever wrote them.
 #include "tiles.cuh"
@@ -13,8 +14,10 @@ static_assert(CHANNELS % 16 == 0 && LENGTH % DOWN == 0 && COLUMNS % ALONG == 0 &
 
 constexpr int GROUPS = LENGTH / DOWN * (COLUMNS / ALONG);  // of warps, by their part of the tile
 constexpr int PARTS = WARPS / GROUPS;
-constexpr int STEPS = CHANNELS / 16 / PARTS;
-static_assert(GROUPS * PARTS == WARPS && STEPS * PARTS * 16 == CHANNELS, "all warps have the same work");
+constexpr int CHUNK = CHANNELS / CHUNKS;
+constexpr int STEPS = CHUNK / 16 / PARTS;
+static_assert(GROUPS * PARTS == WARPS && STEPS * PARTS * 16 * CHUNKS == CHANNELS, "all warps have the same work");
+static_assert(CHUNKS == 1 || CHUNKS == 2, "all at once, or in halves");
 
 // Shared memory: pixels and rows of the weight, in scalars; later, in floats, what each part has of the sums.
 constexpr int ROW = odd_stride(CHANNELS);
@@ -37,14 +40,14 @@ struct Arguments {
   int columns;
 };
 
-// Where the pixels of a tile begin in x.
+// Where the pixels of a tile begin in x, from a channel on.
 struct Pixels {
   const Arguments& arguments;
-  int first;
+  int first, channel;
 
   DEVICE const T* operator()(int row) const {
     const Map& x = arguments.x;
-    const T* const data = static_cast<const T*>(x.data);
+    const T* const data = static_cast<const T*>(x.data) + channel;
     const int pixel = first + row;
     if constexpr (!STRIDED) return data + static_cast<long long>(pixel) * x.pixel;
     const int line = pixel / arguments.width, image = line / arguments.height;
@@ -66,7 +69,7 @@ struct Four {
   }
 };
 
-// Adds a warp's stretch of the sums of its part of the tile.
+// Adds a warp's stretch of a chunk to the sums of its part of the tile.
 DEVICE void multiply_stretch(float (&sums)[DOWN / 16][ALONG / 8][4], const T* pixels, const T* weight) {
 #pragma unroll 4
   for (int step = 0; step < STEPS; ++step) {
@@ -94,18 +97,22 @@ KERNEL(THREADS, BLOCKS) product(const Arguments arguments) {
   const T* const own_weight = arguments.weight + static_cast<long long>(first_column) * CHANNELS;
 
   Four bias{};
-  auto fetch_weight = [&] {
-    fetch_rows<COLUMNS, CHANNELS, 4>(weight, columns, Spaced{own_weight, CHANNELS});
-    if constexpr (BIAS)
-      if (is_column) bias = Four::load(arguments.bias + first_column + own_column);
-  };
-  if constexpr (EARLY_WEIGHT)
-    fetch_weight();
-  else if (block_index() == 0 && thread_index() == 0)
+  if constexpr (EARLY_WEIGHT) {
+    fetch_rows<COLUMNS, CHANNELS, ROW, 4>(weight, columns, Spaced{own_weight, CHANNELS});
+    if (BIAS && is_column) bias = Four::load(arguments.bias + first_column + own_column);
+  } else if (block_index() == 0 && thread_index() == 0) {
     bring_near(own_weight, columns * CHANNELS * static_cast<int>(sizeof(T)));
+  }
   take_turn();
-  if constexpr (!EARLY_WEIGHT) fetch_weight();
-  fetch_rows<LENGTH, CHANNELS, 4>(pixels, rows, Pixels{arguments, first_pixel});
+  // Code that runs once is as slow as it is long: nothing is unrolled further than copies and products need it.
+#pragma unroll 1
+  for (int channel = 0; channel < CHANNELS; channel += CHUNK) {
+    if constexpr (!EARLY_WEIGHT)
+      fetch_rows<COLUMNS, CHUNK, ROW, 4>(weight + channel, columns, Spaced{own_weight + channel, CHANNELS});
+    fetch_rows<LENGTH, CHUNK, ROW, 4>(pixels + channel, rows, Pixels{arguments, first_pixel, channel});
+    if constexpr (CHUNKS > 1) end_group();
+  }
+  if (BIAS && !EARLY_WEIGHT && is_column) bias = Four::load(arguments.bias + first_column + own_column);
   // Where this thread's outputs are, the first of them.
   const long long own = static_cast<long long>(first_pixel + own_row) * arguments.columns + first_column + own_column;
   auto exists = [&](int round) { return is_column && own_row + round * (THREADS / PER_ROW) < rows; };
@@ -115,14 +122,20 @@ KERNEL(THREADS, BLOCKS) product(const Arguments arguments) {
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i)
       if (exists(i)) residual[i] = Four::load(arguments.residual + place(i));
-  wait_for_copies();
-  block_barrier();
 
   const int group = warp_index() % GROUPS, part = warp_index() / GROUPS;
   const int down = group / (COLUMNS / ALONG) * DOWN, along = group % (COLUMNS / ALONG) * ALONG;
   const int stretch = part * STEPS * 16;
   float sums[DOWN / 16][ALONG / 8][4] = {};
-  multiply_stretch(sums, pixels + down * ROW + stretch, weight + along * ROW + stretch);
+#pragma unroll 1
+  for (int first = stretch; first < CHANNELS; first += CHUNK) {
+    if (first + CHUNK < CHANNELS)
+      wait_for_earlier_groups();
+    else
+      wait_for_copies();
+    block_barrier();
+    multiply_stretch(sums, pixels + down * ROW + first, weight + along * ROW + first);
+  }
   block_barrier();  // nobody needs the operands any more
   float* const all = reinterpret_cast<float*>(memory);
   float* const to = all + part * SUMS + (down + lane_index() / 4) * SUM_ROW + along + lane_index() % 4 * 2;

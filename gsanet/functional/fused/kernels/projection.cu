@@ -221,11 +221,11 @@ KERNEL(THREADS, BLOCKS) project_with_context(const Arguments arguments) {
   auto fetch_pixels = [&](const Stretch& stretch, int stage) {
     const T* from = static_cast<const T*>(arguments.x.data) + stretch.image * arguments.x.batch +
                     static_cast<long long>(stretch.first) * arguments.x.pixel;
-    fetch_rows<LENGTH, CHANNELS, LENGTH>(shared + stage * STAGE, stretch.end - stretch.first, Spaced{from, arguments.x.pixel});
+    fetch_rows<LENGTH, CHANNELS, ROW, LENGTH>(shared + stage * STAGE, stretch.end - stretch.first, Spaced{from, arguments.x.pixel});
   };
   Stretch stretch(arguments, block_index());
   take_turn();
-  fetch_rows<3 * CHANNELS, CHANNELS, 3 * CHANNELS>(shared + STAGE, 3 * CHANNELS, Spaced{arguments.weight, CHANNELS});
+  fetch_rows<3 * CHANNELS, CHANNELS, ROW, 3 * CHANNELS>(shared + STAGE, 3 * CHANNELS, Spaced{arguments.weight, CHANNELS});
   fetch_pixels(stretch, 0);
   wait_for_copies();
   block_barrier();

@@ -21,6 +21,7 @@ SHARED_BYTES_PER_CLOCK = 128
 PRODUCT = 6.5  # one of 16 x 8 x 16, on a quarter of the multiprocessor
 STEP = 40  # what a warp waits for its operands
 COPY = 6  # instructions for 16 bytes
+CHUNK = 100  # a barrier more, and copies in shorter pieces
 ANOTHER_WAVE = 1000  # of blocks that do not fit at once
 
 THREADS = 2048  # of a multiprocessor
@@ -28,13 +29,17 @@ BLOCK_THREADS = range(128, 513)
 
 
 class Cut(NamedTuple):
-    """How the output is shared: pixels and columns of a block, of these of a warp, and parts of the sum."""
+    """How the output is shared: pixels and columns of a block, of these of a warp, and parts of the sum.
+
+    The channels arrive all at once, or as two chunks.
+    """
 
     length: int
     columns: int
     down: int
     along: int
     parts: int
+    chunks: int = 1
 
     @property
     def warps(self) -> int:
@@ -52,10 +57,10 @@ class Cut(NamedTuple):
 
 
 def _cuts(channels: int) -> Iterator[Cut]:
-    sizes = itertools.product((16, 32, 64), (16, 32, 64), (16, 32), (16, 32), (1, 2, 4, 8, 16))
+    sizes = itertools.product((16, 32, 64), (16, 32, 64), (16, 32), (16, 32), (1, 2, 4, 8, 16), (1, 2))
     for cut in itertools.starmap(Cut, sizes):
-        whole = cut.length % cut.down == 0 and cut.columns % cut.along == 0 and channels // 16 % cut.parts == 0
-        if whole and 32 * cut.warps in BLOCK_THREADS:
+        whole = cut.length % cut.down == 0 and cut.columns % cut.along == 0
+        if whole and channels // 16 % (cut.parts * cut.chunks) == 0 and 32 * cut.warps in BLOCK_THREADS:
             yield cut
 
 
@@ -73,7 +78,10 @@ def _clocks(machine: Machine, cut: Cut, pixels: int, channels: int, columns: int
     one_warp = steps // cut.parts * (STEP + PRODUCT * fragments)
     sums = 2 * 4 * cut.parts * cut.length * cut.columns / SHARED_BYTES_PER_CLOCK
     waves = -(-busiest // fit)
-    return busiest * (load + sums) + max(busiest * products, busiest * read, one_warp) + (waves - 1) * ANOTHER_WAVE
+    # Of several chunks, or several blocks, all but the last are multiplied while others arrive.
+    multiplied = max(busiest * products, busiest * read, one_warp) / (cut.chunks * min(busiest, fit))
+    chunks = CHUNK * (cut.chunks - 1)
+    return busiest * (load + sums) + multiplied + chunks + (waves - 1) * ANOTHER_WAVE
 
 
 @functools.cache
@@ -127,6 +135,7 @@ def plan_product(
         "CHANNELS": channels,
         "DOWN": cut.down,
         "ALONG": cut.along,
+        "CHUNKS": cut.chunks,
         "HEADS": 1,
         "LINES": 1,
         "WARPS": cut.warps,

@@ -311,12 +311,31 @@ DEVICE void bring_near(const void* global, int bytes) {
   read = static_cast<const char*>(global)[bytes - 1];
 }
 
+namespace host {
+inline void finish_copies(unsigned count) {
+  std::vector<Copy>& copies = machine.current->copies;
+  for (unsigned i = 0; i < count; ++i) {
+    note(copies[i].to, 16, true);
+    do_copy(copies[i]);
+  }
+  copies.erase(copies.begin(), copies.begin() + count);
+}
+}  // namespace host
+
+// The copies since the last call are a group.
+DEVICE void end_group() { host::machine.current->groups.push_back(host::machine.current->copies.size()); }
+
+// Until all of this thread's groups of copies have arrived but the last one.
+DEVICE void wait_for_earlier_groups() {
+  std::vector<unsigned>& groups = host::machine.current->groups;
+  if (groups.size() < 2) return;
+  const unsigned done = groups[groups.size() - 2];
+  host::finish_copies(done);
+  groups = {groups.back() - done};
+}
+
 // Until this thread's copies have arrived; others see them after a barrier.
 DEVICE void wait_for_copies() {
-  std::vector<host::Copy>& copies = host::machine.current->copies;
-  for (host::Copy& copy : copies) {
-    host::note(copy.to, 16, true);
-    host::do_copy(copy);
-  }
-  copies.clear();
+  host::finish_copies(host::machine.current->copies.size());
+  host::machine.current->groups.clear();
 }

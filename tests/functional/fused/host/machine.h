@@ -72,7 +72,8 @@ struct Fiber {
 #endif
   int thread, lane;
   Warp* warp;
-  std::vector<Copy> copies;  // issued and not yet done
+  std::vector<Copy> copies;      // issued and not yet done
+  std::vector<unsigned> groups;  // of these: how many copies there were at the end of each
 };
 
 struct Warp {
@@ -339,6 +340,7 @@ inline void run_block() {
       Fiber& lane = warp.lanes[l];
       lane.thread = w * LANES + l, lane.lane = l, lane.warp = &warp;
       lane.copies.clear();
+      lane.groups.clear();
       prepare(lane);
     }
   }

@@ -36,6 +36,8 @@ KERNEL(64, 1) errors(Arguments arguments) {
   if (how == 11) copy_async(memory + 64, arguments.values, false);
   if (how == 12) copy_async(memory, arguments.values + 1, true);
   if (how == 13) copy_async(memory, arguments.values, true);
+  if (how == 21) bring_near(arguments.values, 8);
+  if (how == 22) bring_near(arguments.values, 1 << 30);
   if (how == 14) *reinterpret_cast<Word*>(memory + 2) = 0;
   if (how == 15) arguments.values[1ll << 40] = 0;
   if (how == 16) value = numbers[how / 4];
@@ -86,6 +88,19 @@ KERNEL(64, 1) races(Arguments arguments) {
   block_barrier();
   value += shared[thread];
   wait_for_copies();
+  block_barrier();
+  // A copy of the last group that is read when only those before it were waited for.
+  for (int group = 1; group < 3; ++group) {
+    if (thread < 16) copy_async(shared + 64 * group + 4 * thread, arguments.values + 64 + 4 * thread, true);
+    end_group();
+  }
+  wait_for_earlier_groups();
+  block_barrier();
+  value += shared[64 + thread];
+  if (how == 9) value += shared[128 + thread];
+  wait_for_copies();
+  block_barrier();
+  value += shared[128 + thread];
   block_barrier();
   // From a load of the warp to the other warp, though nobody uses what was loaded.
   load_matrices<4, false>(words, shared + 4 * (how == 6 ? thread ^ 32 : thread));
