@@ -1,6 +1,6 @@
 """Sums over pixels of products of channels, and of channels, against a matrix product and sums: timed and compared.
 
-`python benchmarks/plans.py --products` calls this; `gsanet.functional.fused.plan.products` has what is chosen: `CUTS`
+`python benchmarks/plans.py --products` calls this; `gsanet.functional.fused.plan.pixel_products` has what is chosen: `CUTS`
 says where our kernels are the plan, and how their blocks work.
 """
 
@@ -18,8 +18,8 @@ from gsanet.bench import milliseconds, one_line
 from gsanet.functional.fused import calls
 from gsanet.functional.fused.compiler import architecture_of, compile_all
 from gsanet.functional.fused.plan import plan_pixel_products
-from gsanet.functional.fused.plan import products as product_plans
-from gsanet.functional.fused.plan.products import CUTS, Cut
+from gsanet.functional.fused.plan import pixel_products as product_plans
+from gsanet.functional.fused.plan.pixel_products import CUTS, Cut
 
 Key = tuple[int, int, bool]  # as in CUTS
 

@@ -1,8 +1,8 @@
 """A convolution with what follows it in inference: bias, residual and ReLU in one pass over memory.
 
 On an NVIDIA GPU, in 16 bits, it is an operator around cuDNN's fused convolutions, to which neither eager PyTorch nor
-`torch.compile` comes by itself. Everywhere else it is PyTorch's own operations, which any device, exporter and
-autograd know.
+`torch.compile` comes by itself, and around a kernel of this package for 1x1 convolutions of few pixels. Everywhere else
+it is PyTorch's own operations, which any device, exporter and autograd know.
 """
 
 from collections.abc import Hashable, Sequence
@@ -14,10 +14,12 @@ from torch import Tensor
 
 from gsanet.functional.blocks import pays, to_blocks
 from gsanet.functional.exporting import is_exporting
+from gsanet.functional.fused import pointwise
+from gsanet.functional.fused.pointwise import convolve_few
 from gsanet.functional.inference_only import refuse_gradients
 from gsanet.functional.transforms import is_transformed
 
-__all__ = ["convolution_relu"]
+__all__ = ["convolution_relu", "pointwise_convolution"]
 
 # float32 stays with PyTorch: cuDNN may round it to TF32 here, whatever the precision of other convolutions.
 DTYPES = (torch.float16, torch.bfloat16)
@@ -54,18 +56,36 @@ def convolution_relu(
     return _in_steps(x, weight, bias, residual, stride, padding, dilation)
 
 
+def pointwise_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1)) -> Tensor:
+    """A 1x1 convolution, as `torch.nn.functional.conv2d`, with nothing behind it.
+
+    Args:
+        x: (batch, channels, height, width).
+        weight: (channels out, channels, 1, 1).
+        bias: (channels out,), or None.
+        stride: Down and along.
+    """
+    if pointwise.wanted and is_for_operators(x, weight, *(() if bias is None else (bias,))):
+        return fused_pointwise_convolution(x, weight, bias, stride)
+    return F.conv2d(x, weight, bias, tuple(stride))
+
+
+def is_for_operators(x: Tensor, *others: Tensor) -> bool:
+    """Whether a map and what is to be done with it, of one dtype on one device, is for operators of this package."""
+    if not _is_on_gpu(x) or x.dtype not in DTYPES or x.dim() != 4 or is_exporting() or is_transformed():
+        return False
+    if any(tensor.dtype != x.dtype or tensor.device != x.device for tensor in others):  # as autocast may leave them
+        return False
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *others)))
+
+
 def _is_for_operator(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *settings: Sequence[int]
 ) -> bool:
-    tensors = [x, weight, bias] if residual is None else [x, weight, bias, residual]
-    if not _is_on_gpu(x) or x.dtype not in DTYPES or x.dim() != 4 or is_exporting() or is_transformed():
-        return False
-    if any(tensor.dtype != x.dtype or tensor.device != x.device for tensor in tensors):  # as autocast may leave them
-        return False
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return False
+    if residual is None:
+        return is_for_operators(x, weight, bias)
     # A residual that is spread over the map is PyTorch's business.
-    return residual is None or tuple(residual.shape) == _shape(x, weight, *settings)
+    return is_for_operators(x, weight, bias, residual) and tuple(residual.shape) == _shape(x, weight, *settings)
 
 
 def _is_on_gpu(x: Tensor) -> bool:
@@ -99,6 +119,9 @@ def fused_convolution_relu(
 ) -> Tensor:
     """As `convolution_relu`, for tensors of one dtype on one device; the output is channels-last."""
     x = x.contiguous(memory_format=torch.channels_last)
+    few = convolve_few(x, weight, bias, residual, relu=True, stride=stride, padding=padding)
+    if few is not None:
+        return few
     settings = tuple(stride), tuple(padding), tuple(dilation)
     key = x.device, x.dtype, tuple(x.shape), tuple(weight.shape), residual is not None, settings
     out = None
@@ -136,3 +159,22 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *setting
 
 
 refuse_gradients(fused_convolution_relu)
+
+
+@torch.library.custom_op("gsanet::pointwise_convolution", mutates_args=())
+def fused_pointwise_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int]) -> Tensor:
+    """As `pointwise_convolution`, for tensors of one dtype on one device; the output is channels-last."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    out = convolve_few(x, weight, bias, relu=False, stride=stride)
+    if out is None:
+        out = F.conv2d(x, weight, bias, tuple(stride))
+    return out.contiguous(memory_format=torch.channels_last)
+
+
+@fused_pointwise_convolution.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int]) -> Tensor:
+    batch, channels, height, width = _shape(x, weight, stride, (0, 0), (1, 1))
+    return x.new_empty(batch, height, width, channels).permute(0, 3, 1, 2)
+
+
+refuse_gradients(fused_pointwise_convolution)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gsanet.functional import global_self_attention_map
 from gsanet.functional.attention import scale_and_shift
+from gsanet.functional.backends import BACKENDS, may_use
 from gsanet.functional.checks import check_feature_map
 from gsanet.functional.lean import fit_table
 from gsanet.layers import GlobalSelfAttention
@@ -81,6 +82,28 @@ class InferenceSelfAttention(RelativeTables):
         if self.finish is not None and not self.ends_in_relu:
             out = scale_and_shift(out, self.finish)
         return self.activation(out)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None:
+        """Weight, both tables, `norm` and `finish`, if the kernels of a GPU take all of the module for a map like x."""
+        if self.rel_column is None or self.rel_row is None or self.norm is None or not may_use("fused"):
+            return None
+        if (self.finish is not None and not self.ends_in_relu) or type(self.activation) is not nn.Identity:
+            return None
+        self.check_size(x)
+        column, row = self._fit("rel_column", x.shape[2]), self._fit("rel_row", x.shape[3])
+        assert column is not None
+        assert row is not None
+        refused = BACKENDS["fused"].refuses(
+            "global_self_attention_map",
+            *(x, self.weight, column, row, self.norm),
+            finish=self.finish,
+            num_heads=self.num_heads,
+            dim_key=self.dim_key,
+            content=self.content,
+            reach=None,
+            stride=self.stride,
+        )
+        return None if refused is not None else (self.weight, column, row, self.norm, self.finish)
 
     def _fit(self, name: str, length: int) -> Tensor | None:
         """A table with exactly the offsets of a line; one that needs zeros around it is kept."""

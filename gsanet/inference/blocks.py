@@ -9,18 +9,19 @@ from timm.layers import ConvNormAct
 from timm.models.byobnet import BottleneckBlock, DownsampleAvg, SelfAttnBlock
 from torch import Tensor, fx, nn
 
-from gsanet.functional.convolution import convolution_relu
+from gsanet.functional.convolution import convolution_relu, pointwise_convolution
 from gsanet.functional.fused.norms import is_halving, max_pool
 from gsanet.inference.chains import Chains
 from gsanet.layers.block_convolution import PLAIN, settings_of
 from gsanet.layers.residual_block import CompiledBottleneckBlock, CompiledSelfAttnBlock
 from gsanet.layers.watched import has_hooks
 
-__all__ = ["ConvolutionReLU", "InferenceBlock", "InferenceMaxPool2d"]
+__all__ = ["ConvolutionReLU", "InferenceBlock", "InferenceMaxPool2d", "PointwiseConvolution"]
 
 # One step each for torch.fx, which could not follow the choices inside of them.
 fx.wrap("convolution_relu")
 fx.wrap("max_pool")
+fx.wrap("pointwise_convolution")
 
 
 class ConvolutionReLU(nn.Conv2d):
@@ -39,6 +40,27 @@ class ConvolutionReLU(nn.Conv2d):
         assert self.bias is not None
         assert not isinstance(self.padding, str)
         return convolution_relu(x, self.weight, self.bias, residual, self.stride, self.padding, self.dilation)
+
+
+class PointwiseConvolution(nn.Conv2d):
+    """A 1x1 convolution with nothing behind it, of few pixels on a GPU by a kernel of this package.
+
+    Args:
+        convolution: Its parameters are taken over.
+    """
+
+    def __init__(self, convolution: nn.Conv2d):
+        super().__init__(**settings_of(convolution))
+        self.weight, self.bias = convolution.weight, convolution.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From (batch, channels, height, width) to the map."""
+        return pointwise_convolution(x, self.weight, self.bias, self.stride)
+
+
+def is_pointwise(convolution: nn.Conv2d) -> bool:
+    """Whether a convolution is a product for each pixel and no more."""
+    return convolution.kernel_size == (1, 1) and convolution.padding == (0, 0) and convolution.groups == 1
 
 
 def takes_relu(convolution: nn.Module | None) -> TypeGuard[nn.Conv2d]:
@@ -154,6 +176,8 @@ def fuse_blocks(chains: Chains, folded: Collection[nn.Module]) -> None:
             # Two biases of one sum are one. The shortcut's own would be a pass over its map.
             last.bias.copy_(last.bias.double() + end.bias.double())
             end.bias = None
+            if type(end) in PLAIN and is_pointwise(end):
+                chains.replace(end, PointwiseConvolution(end))
         name_of_last = next(name for name, module in block.named_modules() if module is last)
         branch = _fuse_steps(chains, block, layout.branch, folded)
         chains.replace(last, ConvolutionReLU(last))
@@ -174,7 +198,7 @@ def _fuse_steps(
         left.append(name)
         if module in folded and takes_relu(module):
             waiting = module
-        elif not _does_nothing(module):
+        elif not does_nothing(module):
             waiting = None
     return tuple(left)
 
@@ -185,7 +209,7 @@ def _ends_in_relu(block: nn.Module, layout: _Layout) -> bool:
     return (
         type(relu) is nn.ReLU
         and not has_hooks(relu)
-        and all(_does_nothing(getattr(block, name)) for name in layout.after)
+        and all(does_nothing(getattr(block, name)) for name in layout.after)
         and (getattr(block, layout.shortcut) is not None or layout.identity_if_none)
         and "forward" not in vars(block)  # someone's own
     )
@@ -196,12 +220,13 @@ def _end(chains: Chains, module: nn.Module) -> nn.Module | None:
     while chains.is_single(module) and not has_hooks(module):
         if type(module) not in SEQUENCES:
             return module
-        working = [child for child in module.children() if not _does_nothing(child)]
+        working = [child for child in module.children() if not does_nothing(child)]
         if not working:
             return None
         module = working[-1]
     return None
 
 
-def _does_nothing(module: nn.Module) -> bool:
+def does_nothing(module: nn.Module) -> bool:
+    """Whether a module gives what it is given, and nobody looks on."""
     return type(module) is nn.Identity and not has_hooks(module)

@@ -9,6 +9,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torchvision.ops import FrozenBatchNorm2d
 
 from gsanet.inference.attention import InferenceSelfAttention, fixed_scale_and_shift
+from gsanet.inference.attention_block import fuse_attention_blocks
 from gsanet.inference.blocks import ConvolutionReLU, fuse_blocks, fuse_pools, takes_relu
 from gsanet.inference.chains import Chains
 from gsanet.layers import GlobalSelfAttention
@@ -85,6 +86,7 @@ def fuse_for_inference(model: nn.Module) -> nn.Module:
     for attention in chains.modules((GlobalSelfAttention,)):
         if _is_foldable_attention(attention) and not has_hooks(attention):
             chains.replace(attention, InferenceSelfAttention(attention))
+    fuse_attention_blocks(root)
     return root[0].eval()  # what is new, too
 
 

@@ -49,6 +49,12 @@ Projection: Any = _structure(
     pixels=c_int, pieces=c_int, items=c_int,
 )  # fmt: skip
 
+Product: Any = _structure(
+    "Product",
+    x=Map, weight=c_void_p, bias=c_void_p, residual=c_void_p, out=c_void_p,
+    pixels=c_int, height=c_int, width=c_int, columns=c_int,
+)  # fmt: skip
+
 Norm: Any = _structure(
     "Norm",
     partial=c_void_p, centre=c_void_p, weight=c_void_p, bias=c_void_p, applied=c_void_p, coefficients=c_void_p,

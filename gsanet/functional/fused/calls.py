@@ -25,6 +25,7 @@ from gsanet.functional.fused.plan import (
     plan_norm,
     plan_pixel_products,
     plan_pool,
+    plan_product,
     plan_projection,
     plan_sums,
     plan_table,
@@ -430,6 +431,79 @@ def project_with_context(x: Tensor, weight: Tensor, heads: int) -> Projected | N
     return Projected(q, v, vectors)
 
 
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    relu: bool = False,
+    stride: tuple[int, int] = (1, 1),
+    early_weight: bool = False,
+) -> Tensor | None:
+    """For each pixel of a map x @ weight^T + bias + residual, and a ReLU: a 1x1 convolution.
+
+    Args:
+        x: (batch, x, y, channel).
+        weight: (columns, channels).
+        bias: (columns).
+        residual: Of the output's shape.
+        relu: Whether a ReLU follows.
+        stride: Of pixels, down and along.
+        early_weight: `weight` and `bias` are older than the kernel before this one, which is one of ours: they are read
+            at once.
+
+    Returns:
+        (batch, x, y, columns), or None where this kernel is not the plan.
+    """
+    x = x[:, :: stride[0], :: stride[1]]
+    batch, height, width, channels = x.shape
+    columns = weight.shape[0]
+    others = [tensor for tensor in (weight, bias, residual) if tensor is not None]
+    if not all(other.is_contiguous() and other.data_ptr() % 16 == 0 and other.dtype == x.dtype for other in others):
+        return None
+    strides = _strides(x)
+    if x.data_ptr() % 16 or any(distance % 8 for distance in strides[:3]) or strides[3] != 1:
+        return None
+    plan = plan_product(
+        _machine(x),
+        x.dtype,
+        batch * height * width,
+        channels,
+        columns,
+        bias=bias is not None,
+        residual=residual is not None,
+        relu=relu,
+        strided=strides[1] != width * strides[2] or strides[0] != height * strides[1],
+        early_weight=early_weight,
+    )
+    if plan is None:
+        return None
+    out = x.new_empty(batch, height, width, columns)
+    values = arguments.Product(
+        x=arguments.Map(x.data_ptr(), *strides[:3]),
+        weight=weight.data_ptr(),
+        bias=_pointer(bias),
+        residual=_pointer(residual),
+        out=out.data_ptr(),
+        pixels=batch * height * width,
+        height=height,
+        width=width,
+        columns=columns,
+    )
+    _launch(plan, values, x)
+    return out
+
+
+def _strides(x: Tensor) -> tuple[int, int, int, int]:
+    """Of a map (batch, x, y, channel): where a dimension has length 1, as if what is inside of it followed itself."""
+    batch, height, width, channels = x.shape
+    inner = x.stride(3) if channels > 1 else 1
+    pixel = x.stride(2) if width > 1 else channels
+    line = x.stride(1) if height > 1 else width * pixel
+    return x.stride(0) if batch > 1 else height * line, line, pixel, inner
+
+
 def norm_statistics(
     statistics: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, count: int, epsilon: float
 ) -> Tensor:
@@ -499,7 +573,7 @@ def pixel_products(x: Tensor, y: Tensor) -> PixelProducts | None:
 
     Returns:
         The sums, or None where these kernels are not the plan: for channels that are not in `CUTS` of
-        `plan/products.py`, other dtypes, and maps whose pixels do not begin at multiples of 16 bytes.
+        `plan/pixel_products.py`, other dtypes, and maps whose pixels do not begin at multiples of 16 bytes.
     """
     maps = (x, y)
     if any(one.stride(1) != 1 or one.stride(0) % 8 or one.data_ptr() % 16 or one.dtype != x.dtype for one in maps):

@@ -19,6 +19,7 @@ from gsanet.functional.fused.prepared import prepared_operator
 from gsanet.functional.fused.projection import (
     empty_results,
     project,
+    project_few,
     project_gradient,
     project_heads,
     project_on_chip,
@@ -261,9 +262,31 @@ def _attention_map_inference(
         content: Whether content attention is on.
         stride: 1, or 2: average 2 x 2 pixels.
     """
-    rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()  # here: between columns and rows is no kernel
-    q, v, context, wait = _project_beside(x, weight, heads, dim_key, content)
-    column = calls.attend(q, v, rel_column, "column").out
+    tables = rel_column.contiguous(), rel_row.contiguous()  # here: between what follows is no kernel of others
+    return infer(x, weight, *tables, norm, finish, heads, dim_key, content, stride)
+
+
+def infer(
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor,
+    rel_row: Tensor,
+    norm: Tensor,
+    finish: Tensor | None,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+    *,
+    early: bool = False,
+) -> Tensor:
+    """As `_attention_map_inference`, of contiguous tables.
+
+    `early`: all tensors but x are older than the kernel before, which is one of ours, so that the projection reads its
+    weight at once.
+    """
+    q, v, context, wait, early = _project_beside(x, weight, heads, dim_key, content, early)
+    column = calls.attend(q, v, rel_column, "column", early_table=early).out
     wait()
     out = calls.attend(
         q, column, rel_row, "row", norm=norm, context=context, finish=finish, pool=stride == 2, early_table=True
@@ -272,15 +295,17 @@ def _attention_map_inference(
 
 
 def _project_beside(
-    x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Callable[[], None]]:
-    """Maps as large as x, q and v; the context vectors; and what has the current stream wait for these."""
+    x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool, early: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Callable[[], None], bool]:
+    """Maps as large as x, q and v; the context vectors; what has the current stream wait for these; `early` behind."""
     on_chip = project_on_chip(x, weight, heads, dim_key, content)
     if on_chip is not None:
-        return on_chip.q, on_chip.v, on_chip.vectors.turned, lambda: None
-    q, k, v = split(project(x, weight), x, heads, dim_key, content)
+        return on_chip.q, on_chip.v, on_chip.vectors.turned, lambda: None, False
+    projected = project_few(x, weight, early)
+    early = projected is not None  # else cuBLAS is before the columns
+    q, k, v = split(project(x, weight) if projected is None else projected, x, heads, dim_key, content)
     context, wait = start_beside(lambda: None if k is None else calls.context_vectors(k, v).turned, x)
-    return q, v, context, wait
+    return q, v, context, wait, early
 
 
 def _prepare_inference(*arguments: Any) -> None:

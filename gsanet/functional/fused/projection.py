@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from gsanet.functional.attention import split_heads, to_feature_map
-from gsanet.functional.fused import calls
+from gsanet.functional.fused import calls, pointwise
 
 # A module of fewer channels projects q, k and v again in the backward pass: three maps less in memory, for a product
 # whose time is that of reading and writing these maps. With more channels it takes longer, and they are kept.
@@ -14,6 +14,20 @@ KEPT = 256
 def project(x: Tensor, weight: Tensor) -> Tensor:
     """q, k and v, stacked as in `weight`, (pixels, channels of all)."""
     return _pixels(x) @ weight.T
+
+
+def project_few(x: Tensor, weight: Tensor, early_weight: bool) -> Tensor | None:
+    """The same by a kernel of ours, for few pixels; None where that is not wanted or not the plan.
+
+    Args:
+        x: (batch, channels, height, width).
+        weight: As for `project`.
+        early_weight: It is older than the kernel before, which is one of ours.
+    """
+    if not pointwise.wanted:
+        return None
+    projected = calls.product(x.permute(0, 2, 3, 1), weight, early_weight=early_weight)
+    return None if projected is None else projected.flatten(0, 2)
 
 
 def project_on_chip(x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool) -> calls.Projected | None:

@@ -212,6 +212,8 @@ def test_fragments(entry, dtype, order):
         (18, "warp . waits at block_barrier at mistakes.cu:.*, but warp . at block_barrier"),
         (19, "access to address .*, where there is no memory"),
         (20, "take_turn is called 32 times by 64 threads"),
+        (21, "bring_near: 8 bytes at address .* are not in pieces of 16"),
+        (22, "access to address .*, where there is no memory"),
     ],
 )
 def test_errors(how, message, order):

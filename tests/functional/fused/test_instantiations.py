@@ -11,11 +11,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from functional.fused.test_product import SHAPES
 
 import gsanet
 from gsanet.functional.fused.compiler import compile_all, unavailable
-from gsanet.functional.fused.plan import Launch, Machine, plan_pixel_products
-from gsanet.functional.fused.plan.products import CUTS
+from gsanet.functional.fused.plan import Launch, Machine, plan_pixel_products, plan_product
+from gsanet.functional.fused.plan.pixel_products import CUTS
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -135,6 +136,21 @@ def test_kernels_of_pixel_products_compile_and_fit(architecture):
     found = [plan_pixel_products(machine, torch.bfloat16, 2**18, *key) for key in CUTS]
     plans = dict.fromkeys(itertools.chain(*(plan.launches for plan in found)))
     check_that_they_fit(machine, compile_all([plan.kernel for plan in plans], architecture, workers=2), plans)
+
+
+@pytest.mark.parametrize("architecture", MACHINES)
+def test_products_of_one_image_compile_and_fit(architecture):
+    """All 1x1 convolutions and projections of GSA-ResNet-50."""
+    machine = MACHINES[architecture]
+    options = ("bias", "residual", "relu", "strided", "early_weight")
+    ways = [(True, False, True, False, False), (True, True, True, False, True), (False, False, False, True, False)]
+    plans = {
+        plan_product(machine, torch.bfloat16, *shape, **dict(zip(options, ways[i % 3], strict=True)))
+        for i, shape in enumerate(SHAPES)
+    }
+    assert len(plans) == len(SHAPES)
+    binaries = compile_all([plan.kernel for plan in plans], architecture, workers=2)
+    check_that_they_fit(machine, binaries, plans)
 
 
 def check_that_they_fit(machine, binaries, plans):

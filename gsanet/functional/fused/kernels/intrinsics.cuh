@@ -176,6 +176,14 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(valid ? 16 : 0) : "memory");
 }
 
+// Have so many bytes, a multiple of 16, come to the cache that all multiprocessors share. Nothing is read: what is written
+// there later is what is found there later, so that it may be called before `take_turn`, whoever writes.
+DEVICE void bring_near(const void* global, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+#endif
+}
+
 // Until this thread's copies have arrived; others see them after a barrier.
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -195,19 +195,6 @@ struct Stretch {
   }
 };
 
-// From global to shared memory in the background: ROWS rows of channels, of which `count` exist; the others become zeros.
-template <int ROWS>
-DEVICE void fetch(T* to, const T* from, int stride, int count) {
-  constexpr int PER_ROW = CHANNELS / ACCESS;
-  const int thread = anew(thread_index());
-#pragma unroll
-  for (int i = 0; i < (ROWS * PER_ROW + THREADS - 1) / THREADS; ++i) {
-    const int number = i * THREADS + thread, row = number / PER_ROW, channel = number % PER_ROW * ACCESS;
-    if (ROWS * PER_ROW % THREADS && row >= ROWS) break;
-    copy_async(to + row * ROW + channel, from + static_cast<long long>(row < count ? row : 0) * stride + channel, row < count);
-  }
-}
-
 // Context vectors of an image from what all sets of warps have left. A thread has the same key and value of some heads.
 DEVICE void finish_image(const Arguments& arguments, int image, const float* partial, const float* maxima, const float* sums) {
   static_assert(THREADS % (KEY * VALUE) == 0, "whole heads at a time");
@@ -234,11 +221,11 @@ KERNEL(THREADS, BLOCKS) project_with_context(const Arguments arguments) {
   auto fetch_pixels = [&](const Stretch& stretch, int stage) {
     const T* from = static_cast<const T*>(arguments.x.data) + stretch.image * arguments.x.batch +
                     static_cast<long long>(stretch.first) * arguments.x.pixel;
-    fetch<LENGTH>(shared + stage * STAGE, from, arguments.x.pixel, stretch.end - stretch.first);
+    fetch_rows<LENGTH, CHANNELS, ROW, LENGTH>(shared + stage * STAGE, stretch.end - stretch.first, Spaced{from, arguments.x.pixel});
   };
   Stretch stretch(arguments, block_index());
   take_turn();
-  fetch<3 * CHANNELS>(shared + STAGE, arguments.weight, CHANNELS, 3 * CHANNELS);
+  fetch_rows<3 * CHANNELS, CHANNELS, ROW, 3 * CHANNELS>(shared + STAGE, 3 * CHANNELS, Spaced{arguments.weight, CHANNELS});
   fetch_pixels(stretch, 0);
   wait_for_copies();
   block_barrier();

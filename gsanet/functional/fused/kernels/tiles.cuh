@@ -172,6 +172,29 @@ DEVICE void fill_with_zeros(S* data, int count) {
     reinterpret_cast<Words*>(data)[i] = Words{};
 }
 
+// Where rows begin that are at one distance.
+struct Spaced {
+  const T* first;
+  long long distance;
+
+  DEVICE const T* operator()(int row) const { return first + row * distance; }
+};
+
+// Rows of WIDTH scalars from global to shared memory in the background, PITCH apart there: ROWS of them, of which
+// `count` exist, the others become zeros. `from(row)` is where a row begins; UNROLLED copies are one after the other in the code.
+template <int ROWS, int WIDTH, int PITCH, int UNROLLED, class Row>
+DEVICE void fetch_rows(T* to, int count, Row from) {
+  static_assert(VECTOR && WIDTH % ACCESS == 0, "16 bytes at a time");
+  constexpr int PER_ROW = WIDTH / ACCESS;
+  const int thread = anew(thread_index());
+#pragma unroll UNROLLED
+  for (int i = 0; i < (ROWS * PER_ROW + THREADS - 1) / THREADS; ++i) {
+    const int number = i * THREADS + thread, row = number / PER_ROW, channel = number % PER_ROW * ACCESS;
+    if (ROWS * PER_ROW % THREADS && row >= ROWS) break;
+    copy_async(to + row * PITCH + channel, from(row < count ? row : 0) + channel, row < count);
+  }
+}
+
 // What a thread moves at once, as it lies in memory.
 struct Access {
   Word words[VECTOR ? 4 : 1];

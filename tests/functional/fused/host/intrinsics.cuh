@@ -317,6 +317,14 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
   host::machine.current->copies.push_back(copy);
 }
 
+// Nothing comes of it, but the whole stretch must be there.
+DEVICE void bring_near(const void* global, int bytes) {
+  if (reinterpret_cast<uintptr_t>(global) % 16 || bytes % 16 || bytes <= 0)
+    host::fail("bring_near: %d bytes at address %p are not in pieces of 16", bytes, global);
+  [[maybe_unused]] volatile char read = static_cast<const char*>(global)[0];
+  read = static_cast<const char*>(global)[bytes - 1];
+}
+
 // Until this thread's copies have arrived; others see them after a barrier.
 DEVICE void wait_for_copies() { host::finish_copies(host::machine.current->copies.size()), host::machine.current->groups.clear(); }
 

@@ -36,6 +36,8 @@ KERNEL(64, 1) errors(Arguments arguments) {
   if (how == 11) copy_async(memory + 64, arguments.values, false);
   if (how == 12) copy_async(memory, arguments.values + 1, true);
   if (how == 13) copy_async(memory, arguments.values, true);
+  if (how == 21) bring_near(arguments.values, 8);
+  if (how == 22) bring_near(arguments.values, 1 << 30);
   if (how == 14) *reinterpret_cast<Word*>(memory + 2) = 0;
   if (how == 15) arguments.values[1ll << 40] = 0;
   if (how == 16) value = numbers[how / 4];

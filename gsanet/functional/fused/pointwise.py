@@ -1,0 +1,46 @@
+"""1x1 convolutions of few pixels by a kernel of this package: `kernels/product.cu`."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gsanet.functional.fused import available, calls
+
+wanted = False  # whether few pixels are computed so, and blocks around them as one operator; read at each call
+
+
+def convolve_few(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    relu: bool,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    early_weight: bool = False,
+) -> Tensor | None:
+    """A convolution with bias, residual and ReLU; None where it is not 1x1, or the kernel is not wanted or the plan.
+
+    Args:
+        x: (batch, channels, height, width), channels-last.
+        weight: (channels out, channels, kernel height, kernel width).
+        bias: (channels out,).
+        residual: Of the output's shape, added before the ReLU.
+        relu: Whether a ReLU follows.
+        stride: Down and along.
+        padding: Zeros around the map, the same.
+        early_weight: As for `calls.product`.
+    """
+    if not wanted or tuple(weight.shape[2:]) != (1, 1) or any(padding) or not (x.is_meta or available.take(x)):
+        return None
+    out = calls.product(
+        x.permute(0, 2, 3, 1),
+        weight.flatten(1),
+        bias,
+        None if residual is None else residual.permute(0, 2, 3, 1),
+        relu=relu,
+        stride=(stride[0], stride[1]),
+        early_weight=early_weight,
+    )
+    return None if out is None else out.permute(0, 3, 1, 2)
