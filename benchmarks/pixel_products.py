@@ -1,7 +1,7 @@
 """Sums over pixels of products of channels, and of channels, against a matrix product and sums: timed and compared.
 
-`python benchmarks/plans.py --products` calls this; `gsanet.functional.fused.plan.pixel_products` has what is chosen: `CUTS`
-says where our kernels are the plan, and how their blocks work.
+`python benchmarks/plans.py --products` calls this; `CUTS` of `gsanet.functional.fused.plan.pixel_products` says where
+our kernels are the plan, and how their blocks work.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +17,8 @@ from torch import Tensor
 from gsanet.bench import milliseconds, one_line
 from gsanet.functional.fused import calls
 from gsanet.functional.fused.compiler import architecture_of, compile_all
-from gsanet.functional.fused.plan import plan_pixel_products
 from gsanet.functional.fused.plan import pixel_products as product_plans
+from gsanet.functional.fused.plan import plan_pixel_products
 from gsanet.functional.fused.plan.pixel_products import CUTS, Cut
 
 Key = tuple[int, int, bool]  # as in CUTS

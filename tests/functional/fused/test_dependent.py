@@ -14,7 +14,7 @@ from torch import nn
 
 import gsanet
 from gsanet.functional.backends import BACKENDS
-from gsanet.functional.fused import calls, compiler
+from gsanet.functional.fused import calls, compiler, pointwise
 from gsanet.functional.fused.dependent import dependent_launches
 from gsanet.functional.fused.plan.pixel_products import CUTS
 from gsanet.functional.local_ops import local_mix, local_scores, local_spread
@@ -144,11 +144,13 @@ def test_every_kernel_waits_before_all_else(planned):
         assert not early or READ.search(first_mistake(body))
 
 
-def test_which_tables_are_read_early(planned):
+@pytest.mark.parametrize("few", [False, True])
+def test_which_tables_are_read_early(planned, monkeypatch, few):
     """Those of rows, in inference: the kernel before them is that of the columns, which has waited.
 
     And those of columns, where the projection is by a kernel of ours.
     """
+    monkeypatch.setattr(pointwise, "wanted", few)
     for options in ({}, {"content": False}, {"row": False}, {"column": False}):
         planned.launched.clear()
         module = gsanet.GlobalSelfAttention(64, feat_size=(14, 12), dtype=BF16, **options)
@@ -161,10 +163,11 @@ def test_which_tables_are_read_early(planned):
             infer(module, x.detach().to(memory_format=torch.channels_last))
         both = len(options) == 0 or "content" in options
         early = [constants["EARLY_TABLE"] for constants in planned.constants("line_forward")]
-        assert early == ([1, 1] if both else [0])
+        assert early == ([int(few), 1] if both else [0])
         assert planned.launched[-1].kernel.entry == "line_forward"
         if both:
             assert planned.launched[-2].kernel.entry == "line_forward"
+        if both and few:
             (product,) = planned.constants("product")
             assert planned.launched[0].kernel.entry == "product"
             assert not product["EARLY_WEIGHT"]  # what was before the module is not known

@@ -224,16 +224,15 @@ def count_expansions(kernels, model):
 
 
 def test_where_blocks_stay_as_they_are(wanted):
-    """In evaluation, with hooks, with dropped paths, with other activations, and where they were replaced."""
-    assert count_expansions(wanted, network("gsa_resnet26").eval()) == 0
-    assert (
-        count_expansions(wanted, network("gsa_resnet26", drop_path_rate=0.5)) == 2
-    )  # the first block, which drops nothing
-    assert count_expansions(wanted, network("gsa_resnet26", act_layer="gelu")) == 0
-    hooked = network("gsa_resnet26")
+    """In evaluation, with hooks, with dropped paths, and with other activations."""
+    assert count_expansions(wanted, network("conv_resnet26").eval()) == 0
+    dropping = network("conv_resnet26", drop_path_rate=0.5)  # all but the first block
+    assert count_expansions(wanted, dropping) == 2
+    assert count_expansions(wanted, network("conv_resnet26", act_layer="gelu")) == 0
+    hooked = network("conv_resnet26")
     hooked.stages[0][1].conv3_1x1.bn.register_forward_hook(lambda *arguments: None)
     assert count_expansions(wanted, hooked) == 4
-    frozen = network("gsa_resnet26")
+    frozen = network("conv_resnet26")
     frozen.stages[1].eval()
     assert count_expansions(wanted, frozen) == 3
 

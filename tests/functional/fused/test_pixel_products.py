@@ -12,8 +12,8 @@ from functional.fused.test_kernels import BF16, FLOAT, HALF, MACHINES, check_clo
 
 from gsanet.functional.fused import calls
 from gsanet.functional.fused.dependent import dependent_launches
-from gsanet.functional.fused.plan import plan_pixel_products
 from gsanet.functional.fused.plan import pixel_products as product_plans
+from gsanet.functional.fused.plan import plan_pixel_products
 from gsanet.functional.fused.plan.pixel_products import CUTS, Cut
 
 ENTRIES = {"pixel_products", "sum_pixel_products"}

@@ -6,8 +6,8 @@ The sizes here are those that the kernels' sources work out for themselves (`ker
 from gsanet.functional.fused.plan.context import plan_context
 from gsanet.functional.fused.plan.lines import LONGEST, plan_line
 from gsanet.functional.fused.plan.maps import plan_local, plan_norm, plan_pool, plan_sums, plan_table
-from gsanet.functional.fused.plan.product import plan_product
 from gsanet.functional.fused.plan.pixel_products import plan_pixel_products
+from gsanet.functional.fused.plan.product import plan_product
 from gsanet.functional.fused.plan.projection import plan_projection
 from gsanet.functional.fused.plan.shape import SCALARS, WIDTHS, Launch, Machine, Shape, bundle_of, machine_of
 
