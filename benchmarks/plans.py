@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gsanet.bench import milliseconds, one_line
 from gsanet.functional.fused import calls
+from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.compiler import architecture_of, compile_all
 from gsanet.functional.fused.plan import Launch, bundle_of
 from gsanet.functional.fused.plan import lines as line_plans
@@ -112,7 +113,7 @@ def forced(cut: Cut) -> Iterator[None]:
 def planned(run: Run) -> Launch | None:
     """The line kernel that a call would launch, or None if nothing fits."""
     launches: list[Launch] = []
-    with mock.patch.object(calls, "launch", lambda launch, *_: launches.append(launch)):
+    with mock.patch.object(launching, "launch", lambda launch, *_: launches.append(launch)):
         try:
             run()
         except AssertionError:  # there is no plan

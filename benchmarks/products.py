@@ -31,6 +31,7 @@ import gsanet
 from gsanet.bench import environment
 from gsanet.functional.convolution import fused_convolution_relu, fused_pointwise_convolution
 from gsanet.functional.fused import calls, pointwise
+from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.compiler import architecture_of, compile_all
 from gsanet.functional.fused.plan import plan_product
 from gsanet.functional.fused.plan import product as plans
@@ -186,7 +187,7 @@ def compare_shape(case: Case, batch: int, setting: Setting) -> dict[str, float]:
     same = all(torch.equal(ours[0], other) for other in ours)
     apart = difference(ours[0], usual)
     rows = batch * case.side**2
-    cut = cut_product(calls.machine(products.x.device), rows, case.channels, case.columns)
+    cut = cut_product(launching.machine(products.x.device), rows, case.channels, case.columns)
     times = {side: time / IN_A_ROW for side, (time, _) in found.items()}
     text = ", ".join(f"{side} {time:.2f}" for side, time in times.items())
     plan = "not the plan" if cut is None else describe(cut, rows, case.columns)
@@ -205,10 +206,10 @@ def compare_cuts(case: Case, batch: int, setting: Setting, show: int) -> None:
     """Print the fastest cuts of one product, launched early."""
     products = Products(case, batch, setting.device)
     device = products.x.device
-    machine, rows = calls.machine(device), batch * case.side**2
+    machine, rows = launching.machine(device), batch * case.side**2
     fitting = [cut for cut in plans._cuts(case.channels) if cut.shared_bytes(case.channels) <= machine.shared_memory]
     kernels = []
-    with mock.patch.object(calls, "launch", lambda launch, *_: kernels.append(launch.kernel)):
+    with mock.patch.object(launching, "launch", lambda launch, *_: kernels.append(launch.kernel)):
         for cut in fitting:
             products.by_kernel(products.x, early_weight=True, cut=cut)
     compile_all(kernels, architecture_of(device))

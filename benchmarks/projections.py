@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gsanet.bench import milliseconds, one_line
 from gsanet.functional.fused import calls
+from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.compiler import architecture_of, compile_all
 from gsanet.functional.fused.plan import Launch, plan_projection
 from gsanet.functional.fused.plan import projection as projection_plans
@@ -61,7 +62,7 @@ def cuts(channels: int) -> Iterator[Cut]:
 def launched(run: Callable[[], object]) -> list[Launch]:
     """What a call would launch."""
     launches: list[Launch] = []
-    with mock.patch.object(calls, "launch", lambda launch, *_: launches.append(launch)):
+    with mock.patch.object(launching, "launch", lambda launch, *_: launches.append(launch)):
         run()
     return launches
 
@@ -99,7 +100,7 @@ def compare(text: str, height: int, width: int, channels: int, batch: int, show:
     planned = 1e3 * times.pop(_name(chosen))
     fastest = sorted(times.items(), key=lambda item: item[1])[:show]
     others = "".join(f"; {name}: {1e3 * time:.0f}" for name, time in fastest)
-    plan = plan_projection(calls.machine(x.device), calls.shape_of(one.q, one.v), height * width, batch)
+    plan = plan_projection(launching.machine(x.device), calls.shape_of(one.q, one.v), height * width, batch)
     print(
         f"{text}, {batch} images: {usual['two']:.0f} us in two kernels, of which {usual['product']:.0f} the product; "
         f"{planned:.0f} in one ({_name(chosen)}), {usual['two'] / planned:.2f} times faster{others}"

@@ -18,7 +18,8 @@ import gsanet
 from gsanet import GlobalSelfAttention, fuse_for_inference
 from gsanet.functional import fused, global_self_attention_map, use_backend
 from gsanet.functional.backends import BACKENDS, Backend
-from gsanet.functional.fused import axis_ops, calls, module_ops
+from gsanet.functional.fused import axis_ops, module_ops
+from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.plan import Machine
 from gsanet.inference import InferenceSelfAttention
 
@@ -255,8 +256,8 @@ def on_host(monkeypatch):
     def refuses(operation, *tensors, **settings):
         return fused._refuses_map(*tensors, **settings) if operation == "global_self_attention_map" else "only maps"
 
-    monkeypatch.setattr(calls, "launch", launch)
-    monkeypatch.setattr(calls, "machine", lambda device: Machine(3, 227 * 1024, 228 * 1024))
+    monkeypatch.setattr(launching, "launch", launch)
+    monkeypatch.setattr(launching, "machine", lambda device: Machine(3, 227 * 1024, 228 * 1024))
     backend = Backend("fused", fused.content_attention, fused.positional_attention, refuses, fused.attention_map)
     monkeypatch.setitem(BACKENDS, "fused", backend)
     return launched

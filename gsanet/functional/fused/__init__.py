@@ -3,8 +3,8 @@
 Nothing of the size of the scores is ever stored. `layer_ops` holds the operators of the two layers, `module_ops` and
 `axis_ops` those of whole modules, with both positional axes and with one, `projection` what these share, `fitting`
 which shapes the kernels take. `calls` has one function for each kernel, `plan` how shapes are cut into blocks,
-`compiler` the way from source to launch, `kernels` the source. `norms` and `norm_ops` are the batch norms around
-attention, in training.
+`compiler` the way from source to launch, `kernels` the source. Around attention, `norms` and `norm_ops` are the batch
+norms in training, `expansion` the ends of residual blocks, `pointwise` and `block_ops` these blocks in inference.
 """
 
 import torch

@@ -5,7 +5,7 @@ from operator import index
 import torch
 from torch import Tensor
 
-from gsanet.functional.fused import calls
+from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.plan import Shape, plan_line
 
 
@@ -50,7 +50,7 @@ def _fits(
     pool: bool,
     content_keys: bool,
 ) -> bool:
-    machine, shape = calls.machine(torch.device("cuda", device)), Shape(dtype, heads, key, value, vector=False)
+    machine, shape = launching.machine(torch.device("cuda", device)), Shape(dtype, heads, key, value, vector=False)
     length = height if axis == "column" else width
     plan = plan_line(machine, shape, length, 1, 1, backward=backward, pool=pool, content_keys=content_keys)
     return plan is not None
@@ -60,7 +60,7 @@ def _fits(
 def _fits_module(
     dtype: torch.dtype, device: int, height: int, width: int, heads: int, key: int, value: int, stride: int
 ) -> bool:
-    machine, shape = calls.machine(torch.device("cuda", device)), Shape(dtype, heads, key, value, vector=False)
+    machine, shape = launching.machine(torch.device("cuda", device)), Shape(dtype, heads, key, value, vector=False)
     pool = stride == 2
     plans = (
         plan_line(machine, shape, height, 1, 1, backward=False, statistics=True),

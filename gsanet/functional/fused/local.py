@@ -5,6 +5,7 @@ from typing import Literal
 from torch import Tensor
 
 from gsanet.functional.fused import arguments, available, calls
+from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.plan import plan_local
 
 WIDEST = 128  # channels of a head, of which a thread keeps all queries
@@ -64,4 +65,4 @@ def _run(entry: Entry, inner: Tensor, outer: Tensor, weights: Tensor, window: in
         stride=stride,
         padding=padding,
     )
-    calls.launch(plan, values, inner.device)
+    launching.launch(plan, values, inner.device)

@@ -12,7 +12,8 @@ from functional.fused import host
 
 from gsanet.functional import fused, use_backend
 from gsanet.functional.backends import BACKENDS
-from gsanet.functional.fused import available, calls
+from gsanet.functional.fused import available
+from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.compiler import unavailable
 from gsanet.functional.fused.plan import Launch, Machine
 
@@ -100,7 +101,7 @@ def gpu(monkeypatch) -> Kernels:
 def planned(monkeypatch) -> Kernels:
     """Kernels that are planned and recorded on CPU tensors, and not run: results are not initialised."""
     kernels = Kernels("cpu")
-    monkeypatch.setattr(calls, "launch", lambda plan, values, device: kernels.launched.append(plan))
+    monkeypatch.setattr(launching, "launch", lambda plan, values, device: kernels.launched.append(plan))
     _accept_cpu_tensors(monkeypatch, kernels)
     return kernels
 
@@ -115,13 +116,13 @@ def _gpu(monkeypatch) -> Kernels:
     torch.set_float32_matmul_precision("highest")  # PyTorch's default
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     kernels = Kernels("cuda")
-    really_launch = calls.launch
+    really_launch = launching.launch
 
     def launch(plan, values, device):
         kernels.launched.append(plan)
         really_launch(plan, values, device)
 
-    monkeypatch.setattr(calls, "launch", launch)
+    monkeypatch.setattr(launching, "launch", launch)
     return kernels
 
 
@@ -134,13 +135,13 @@ def _host(monkeypatch) -> Kernels:
         how = plan.grid, plan.threads, plan.shared_bytes
         host.launch(kernel.source, kernel.entry, dict(kernel.constants), *how, values, order=kernels.order)
 
-    monkeypatch.setattr(calls, "launch", launch)
+    monkeypatch.setattr(launching, "launch", launch)
     _accept_cpu_tensors(monkeypatch, kernels)
     return kernels
 
 
 def _accept_cpu_tensors(monkeypatch, kernels: Kernels) -> None:
-    monkeypatch.setattr(calls, "machine", lambda device: kernels.machine)
+    monkeypatch.setattr(launching, "machine", lambda device: kernels.machine)
     monkeypatch.setattr(available, "reason_against", lambda index: None)
     monkeypatch.setattr(available, "runs_on_device", lambda x: True)
     monkeypatch.setitem(BACKENDS, "fused", replace(fused.BACKEND, refuses=_refuses))

@@ -9,7 +9,8 @@ from torch import nn
 import gsanet
 from gsanet.functional import fused
 from gsanet.functional.backends import BACKENDS
-from gsanet.functional.fused import axis_ops, calls, module_ops
+from gsanet.functional.fused import axis_ops, module_ops
+from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.compiler import Specialisation
 
 
@@ -32,8 +33,8 @@ def compiled(monkeypatch) -> list[set[Specialisation]]:
     ahead, found = module_ops._compile_ahead.__wrapped__, []
     on_gpu = torch.device("cuda", 0)
     monkeypatch.setattr(module_ops, "_compile_ahead", lambda run, device, *rest: ahead(run, on_gpu, *rest))
-    monkeypatch.setattr(calls, "architecture_of", lambda device: "sm_90")
-    monkeypatch.setattr(calls, "compile_all", lambda kernels, architecture: found.append(set(kernels)))
+    monkeypatch.setattr(launching, "architecture_of", lambda device: "sm_90")
+    monkeypatch.setattr(launching, "compile_all", lambda kernels, architecture: found.append(set(kernels)))
     takes_all = replace(fused.BACKEND, refuses=lambda *arguments, **settings: None)
     monkeypatch.setitem(BACKENDS, "fused", takes_all)
     return found
@@ -68,8 +69,8 @@ def test_what_is_compiled_for_one_axis_is_what_is_launched(planned, monkeypatch,
     """The gradient's kernels by themselves: here no norm says whether a module is trained."""
     prepare, compiled = axis_ops._prepare, []
     monkeypatch.setattr(axis_ops, "_prepare", lambda device, *rest: prepare(torch.device("cuda", 0), *rest))
-    monkeypatch.setattr(calls, "architecture_of", lambda device: "sm_90")
-    monkeypatch.setattr(calls, "compile_all", lambda kernels, architecture: compiled.append(set(kernels)))
+    monkeypatch.setattr(launching, "architecture_of", lambda device: "sm_90")
+    monkeypatch.setattr(launching, "compile_all", lambda kernels, architecture: compiled.append(set(kernels)))
     network = nn.Sequential(gsanet.GlobalSelfAttention(64, feat_size=(8, 6), **options))
     x = torch.randn(2, 64, 8, 6).to(memory_format=torch.channels_last)
     axis_ops._compile_ahead.cache_clear()

@@ -16,7 +16,8 @@ import gsanet
 from gsanet.functional import convolution, fused, use_backend
 from gsanet.functional.backends import BACKENDS
 from gsanet.functional.convolution import fused_convolution_relu, fused_pointwise_convolution
-from gsanet.functional.fused import block_ops, calls, module_ops, pointwise
+from gsanet.functional.fused import block_ops, module_ops, pointwise
+from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.dependent import dependent_launches
 from gsanet.functional.fused.plan import plan_product
 from gsanet.functional.fused.plan import product as product_plans
@@ -184,8 +185,8 @@ def test_all_kernels_are_compiled_ahead(planned, as_on_gpu, blocks, monkeypatch)
     on_gpu = torch.device("cuda", 0)
     ahead = block_ops._compile_ahead.__wrapped__
     monkeypatch.setattr(block_ops, "_compile_ahead", lambda device, *rest: ahead(on_gpu, *rest))
-    monkeypatch.setattr(calls, "architecture_of", lambda device: "sm_90")
-    monkeypatch.setattr(calls, "compile_all", lambda kernels, architecture: found.append(set(kernels)))
+    monkeypatch.setattr(launching, "architecture_of", lambda device: "sm_90")
+    monkeypatch.setattr(launching, "compile_all", lambda kernels, architecture: found.append(set(kernels)))
     x = normal(1, channels, 8, 8, dtype=BF16).to(memory_format=torch.channels_last)
     with torch.no_grad(), planned.running(poison=False):
         folded(x)

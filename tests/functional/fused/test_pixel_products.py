@@ -11,6 +11,7 @@ from functional.fused.host import fenced
 from functional.fused.test_kernels import BF16, FLOAT, HALF, MACHINES, check_close, normal, same_bits, seeded
 
 from gsanet.functional.fused import calls
+from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.dependent import dependent_launches
 from gsanet.functional.fused.plan import pixel_products as product_plans
 from gsanet.functional.fused.plan import plan_pixel_products
@@ -150,8 +151,8 @@ def test_a_bad_channel_stays_alone(kernels, small_cut, bad):
 def test_compiled_ahead(planned, monkeypatch):
     """From the shapes of meta tensors alone, the kernels that are launched later."""
     compiled = []
-    monkeypatch.setattr(calls, "compile_all", lambda kernels, _: compiled.extend(kernels))
-    monkeypatch.setattr(calls, "architecture_of", lambda device: "sm_90")
+    monkeypatch.setattr(launching, "compile_all", lambda kernels, _: compiled.extend(kernels))
+    monkeypatch.setattr(launching, "architecture_of", lambda device: "sm_90")
     for key in CUTS:
         planned.launched.clear()
         compiled.clear()
@@ -230,7 +231,7 @@ SHAPES = [
 @pytest.mark.parametrize(("pixels", "columns", "rows"), SHAPES, ids=str)
 def test_large_maps_on_gpu(gpu, pixels, columns, rows):
     same = columns == rows
-    if plan_pixel_products(calls.machine(torch.device("cuda", 0)), BF16, pixels, columns, rows, same) is None:
+    if plan_pixel_products(launching.machine(torch.device("cuda", 0)), BF16, pixels, columns, rows, same) is None:
         pytest.skip("cuBLAS has these")
     torch.manual_seed(0)
     x = torch.randn(pixels, columns, device="cuda").relu().to(BF16)

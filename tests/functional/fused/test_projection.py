@@ -26,6 +26,7 @@ import gsanet
 from gsanet.functional import fused, use_backend
 from gsanet.functional.backends import BACKENDS
 from gsanet.functional.fused import calls, module_ops
+from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.plan import Machine, Shape, plan_projection
 from gsanet.functional.fused.plan import projection as projection_plans
 from gsanet.functional.fused.plan.projection import CUTS
@@ -38,7 +39,7 @@ def small(kernels, monkeypatch):
     """Kernels that are planned for a small GPU: set `multiprocessors`."""
     kernels.multiprocessors = 1
     h200 = MACHINES["H200"]
-    monkeypatch.setattr(calls, "machine", lambda device: replace(h200, multiprocessors=kernels.multiprocessors))
+    monkeypatch.setattr(launching, "machine", lambda device: replace(h200, multiprocessors=kernels.multiprocessors))
     return kernels
 
 

@@ -1,0 +1,134 @@
+"""Batch norms and the pooling behind one: `kernels/norm.cu`, `channel_sums.cu` and `norm_pool.cu`."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gsanet.functional.fused import arguments
+from gsanet.functional.fused.calls import launching
+from gsanet.functional.fused.calls.tensors import pointer
+from gsanet.functional.fused.plan import plan_norm, plan_pool, plan_sums
+
+
+def norm_statistics(
+    statistics: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, count: int, epsilon: float
+) -> Tensor:
+    """Of a batch norm: scale, shift, mean, 1 / standard deviation and variance, (5, channels)."""
+    applied = torch.empty(5, statistics.shape[2], dtype=torch.float32, device=statistics.device)
+    values = arguments.Norm(
+        partial=statistics.data_ptr(),
+        centre=centre.data_ptr(),
+        weight=pointer(weight),
+        bias=pointer(bias),
+        applied=applied.data_ptr(),
+        blocks=statistics.shape[0],
+        channels=statistics.shape[2],
+        count=count,
+        epsilon=epsilon,
+    )
+    launching.start(plan_norm(statistics.shape[2], "norm_statistics"), values, statistics)
+    return applied
+
+
+def norm_gradient(statistics: Tensor, applied: Tensor, count: int, fixed: bool) -> Tensor:
+    """Of a batch norm: a, b and c of dx = a * dy + b * x + c, gradient of the weight, of the bias; (5, channels)."""
+    coefficients = torch.empty_like(applied)
+    values = arguments.Norm(
+        partial=statistics.data_ptr(),
+        applied=applied.data_ptr(),
+        coefficients=coefficients.data_ptr(),
+        blocks=statistics.shape[0],
+        channels=statistics.shape[2],
+        count=count,
+        fixed=fixed,
+    )
+    launching.start(plan_norm(statistics.shape[2], "norm_gradient"), values, statistics)
+    return coefficients
+
+
+def channel_sums(x: Tensor, centre: Tensor) -> Tensor:
+    """Of a map (batch, x, y, channel): sums of x - centre and of its square for each channel, (blocks, 2, channels)."""
+    rows, channels = x.shape[:3].numel(), x.shape[3]
+    plan, groups = plan_sums(launching.machine_for(x), x.dtype, rows, channels, "channel_sums")
+    partial = x.new_empty(plan.grid[0], 2, channels, dtype=torch.float32)
+    values = arguments.ChannelSums(
+        x=x.data_ptr(),
+        centre=centre.data_ptr(),
+        partial=partial.data_ptr(),
+        rows=rows,
+        channels=channels,
+        groups=groups,
+    )
+    launching.start(plan, values, x)
+    return partial
+
+
+class Pooled(NamedTuple):
+    """The output of `norm_pool`; with a norm the raw value that it comes from and that one's place in the window."""
+
+    out: Tensor
+    peak: Tensor | None
+    place: Tensor | None
+
+
+def norm_pool(x: Tensor, applied: Tensor | None) -> Pooled:
+    """Max pooling of 3 x 3 pixels, stride 2, padding 1.
+
+    Args:
+        x: (batch, x, y, channel).
+        applied: Of the batch norm before it, from `norm_statistics`, which a ReLU follows; None for neither.
+    """
+    batch, height, width, channels = x.shape
+    out = x.new_empty(batch, -(-height // 2), -(-width // 2), channels)
+    peak = None if applied is None else torch.empty_like(out)
+    place = None if applied is None else torch.empty_like(out, dtype=torch.uint8)
+    plan, strip = plan_pool(launching.machine_for(x), x.dtype, *x.shape, "norm_pool", applied is not None)
+    values = arguments.NormPool(
+        **_of_map(x),
+        applied=pointer(applied),
+        out=out.data_ptr(),
+        peak=pointer(peak),
+        place=pointer(place),
+        strip=strip,
+    )
+    launching.start(plan, values, x)
+    return Pooled(out, peak, place)
+
+
+def norm_pool_sums(x: Tensor, d_out: Tensor, peak: Tensor, applied: Tensor) -> Tensor:
+    """The sums that `norm_gradient` takes, of the batch norm before a ReLU and max pooling; `x` only for its shape."""
+    rows, channels = d_out.shape[:3].numel(), d_out.shape[3]
+    plan, groups = plan_sums(launching.machine_for(d_out), d_out.dtype, rows, channels, "norm_pool_sums")
+    partial = d_out.new_empty(plan.grid[0], 2, channels, dtype=torch.float32)
+    values = arguments.NormPool(
+        **_of_map(x),
+        applied=applied.data_ptr(),
+        peak=peak.data_ptr(),
+        d_out=d_out.data_ptr(),
+        partial=partial.data_ptr(),
+        groups=groups,
+    )
+    launching.start(plan, values, d_out)
+    return partial
+
+
+def norm_pool_gradient(x: Tensor, d_out: Tensor, place: Tensor, coefficients: Tensor) -> Tensor:
+    """The gradient of the input of a batch norm, ReLU and max pooling; `coefficients` are those of `norm_gradient`."""
+    d_x = torch.empty_like(x)
+    plan, strip = plan_pool(launching.machine_for(x), x.dtype, *x.shape, "norm_pool_gradient", norm=True)
+    values = arguments.NormPool(
+        **_of_map(x),
+        coefficients=coefficients.data_ptr(),
+        place=place.data_ptr(),
+        d_out=d_out.data_ptr(),
+        d_x=d_x.data_ptr(),
+        strip=strip,
+    )
+    launching.start(plan, values, x)
+    return d_x
+
+
+def _of_map(x: Tensor) -> dict[str, int]:
+    images, height, width, channels = x.shape
+    return {"x": x.data_ptr(), "images": images, "height": height, "width": width, "channels": channels}

@@ -1,0 +1,124 @@
+"""Products of few pixels, and of channels over all pixels: `kernels/product.cu` and `pixel_products.cu`."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gsanet.functional.fused import arguments
+from gsanet.functional.fused.calls import launching
+from gsanet.functional.fused.calls.tensors import pointer
+from gsanet.functional.fused.plan import plan_pixel_products, plan_product
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    relu: bool = False,
+    stride: tuple[int, int] = (1, 1),
+    early_weight: bool = False,
+) -> Tensor | None:
+    """For each pixel of a map x @ weight^T + bias + residual, and a ReLU: a 1x1 convolution.
+
+    Args:
+        x: (batch, x, y, channel).
+        weight: (columns, channels).
+        bias: (columns).
+        residual: Of the output's shape.
+        relu: Whether a ReLU follows.
+        stride: Of pixels, down and along.
+        early_weight: `weight` and `bias` are older than the kernel before this one, which is one of ours: they are read
+            at once.
+
+    Returns:
+        (batch, x, y, columns), or None where this kernel is not the plan.
+    """
+    x = x[:, :: stride[0], :: stride[1]]
+    batch, height, width, channels = x.shape
+    columns = weight.shape[0]
+    others = [tensor for tensor in (weight, bias, residual) if tensor is not None]
+    if not all(other.is_contiguous() and other.data_ptr() % 16 == 0 and other.dtype == x.dtype for other in others):
+        return None
+    strides = _strides(x)
+    if x.data_ptr() % 16 or any(distance % 8 for distance in strides[:3]) or strides[3] != 1:
+        return None
+    plan = plan_product(
+        launching.machine_for(x),
+        x.dtype,
+        batch * height * width,
+        channels,
+        columns,
+        bias=bias is not None,
+        residual=residual is not None,
+        relu=relu,
+        strided=strides[1] != width * strides[2] or strides[0] != height * strides[1],
+        early_weight=early_weight,
+    )
+    if plan is None:
+        return None
+    out = x.new_empty(batch, height, width, columns)
+    values = arguments.Product(
+        x=arguments.Map(x.data_ptr(), *strides[:3]),
+        weight=weight.data_ptr(),
+        bias=pointer(bias),
+        residual=pointer(residual),
+        out=out.data_ptr(),
+        pixels=batch * height * width,
+        height=height,
+        width=width,
+        columns=columns,
+    )
+    launching.start(plan, values, x)
+    return out
+
+
+def _strides(x: Tensor) -> tuple[int, int, int, int]:
+    """Of a map (batch, x, y, channel): where a dimension has length 1, as if what is inside of it followed itself."""
+    batch, height, width, channels = x.shape
+    inner = x.stride(3) if channels > 1 else 1
+    pixel = x.stride(2) if width > 1 else channels
+    line = x.stride(1) if height > 1 else width * pixel
+    return x.stride(0) if batch > 1 else height * line, line, pixel, inner
+
+
+class PixelProducts(NamedTuple):
+    """Sums over pixels, in float32: of products, (channels of y, channels of x), and of the channels of y."""
+
+    products: Tensor
+    sums: Tensor
+
+
+def pixel_products(x: Tensor, y: Tensor) -> PixelProducts | None:
+    """y^T x and the sums of y over pixels, in one pass over both maps; over one, if `x is y`.
+
+    Args:
+        x: (pixels, channels), of 16 bits.
+        y: The same, perhaps with other channels.
+
+    Returns:
+        The sums, or None where these kernels are not the plan: for channels that are not in `CUTS` of
+        `plan/pixel_products.py`, other dtypes, and maps whose pixels do not begin at multiples of 16 bytes.
+    """
+    maps = (x, y)
+    if any(one.stride(1) != 1 or one.stride(0) % 8 or one.data_ptr() % 16 or one.dtype != x.dtype for one in maps):
+        return None
+    (pixels, columns), rows = x.shape, y.shape[1]
+    plan = plan_pixel_products(launching.machine_for(x), x.dtype, pixels, columns, rows, x is y)
+    if plan is None:
+        return None
+    partial = x.new_empty(plan.pieces, rows * columns + rows, dtype=torch.float32)
+    found = PixelProducts(x.new_empty(rows, columns, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32))
+    shape = {"partial": partial.data_ptr(), "columns": columns, "rows": rows}
+    first, total = plan.launches
+    values = arguments.PixelProducts(
+        x=x.data_ptr(), y=y.data_ptr(), x_stride=x.stride(0), y_stride=y.stride(0), pixels=pixels, **shape
+    )
+    launching.start(first, values, x)
+    values = arguments.PixelProductsSum(
+        products=found.products.data_ptr(), sums=found.sums.data_ptr(), blocks=plan.pieces, **shape
+    )
+    launching.start(total, values, x)
+    return found

@@ -1,0 +1,27 @@
+"""What kernels ask of tensors: where they are, and how they are laid out."""
+
+from torch import Tensor
+
+from gsanet.functional.fused.plan import Shape
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """The map itself if the channels of each pixel lie side by side, else a copy."""
+    return x if x.stride(4) == 1 and x.stride(3) == x.shape[4] else x.contiguous()
+
+
+def shape_of(q: Tensor, v: Tensor, *others: Tensor) -> Shape:
+    """The shape of a layer; `others` are further maps that its kernels move."""
+    access = 16 // q.element_size()
+    vector = all(
+        tensor.shape[-1] % access == 0
+        and tensor.data_ptr() % 16 == 0
+        and all(stride % access == 0 for stride in tensor.stride()[:3])
+        for tensor in (q, v, *others)
+    )
+    return Shape(q.dtype, q.shape[3], q.shape[4], v.shape[4], vector)
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Where a tensor begins."""
+    return None if tensor is None else tensor.data_ptr()
