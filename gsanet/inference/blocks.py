@@ -24,8 +24,8 @@ fx.wrap("max_pool")
 fx.wrap("pointwise_convolution")
 
 
-class ConvolutionReLU(nn.Conv2d):
-    """A convolution with the ReLU behind it, and the residual between them if there is one.
+class _TakenOver(nn.Conv2d):
+    """Another way to compute a convolution.
 
     Args:
         convolution: Its parameters are taken over.
@@ -34,6 +34,10 @@ class ConvolutionReLU(nn.Conv2d):
     def __init__(self, convolution: nn.Conv2d):
         super().__init__(**settings_of(convolution))
         self.weight, self.bias = convolution.weight, convolution.bias
+
+
+class ConvolutionReLU(_TakenOver):
+    """A convolution with the ReLU behind it, and the residual between them if there is one."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """From (batch, channels, height, width) to the map; a residual of its shape is added before the ReLU."""
@@ -42,16 +46,8 @@ class ConvolutionReLU(nn.Conv2d):
         return convolution_relu(x, self.weight, self.bias, residual, self.stride, self.padding, self.dilation)
 
 
-class PointwiseConvolution(nn.Conv2d):
-    """A 1x1 convolution with nothing behind it, of few pixels on a GPU by a kernel of this package.
-
-    Args:
-        convolution: Its parameters are taken over.
-    """
-
-    def __init__(self, convolution: nn.Conv2d):
-        super().__init__(**settings_of(convolution))
-        self.weight, self.bias = convolution.weight, convolution.bias
+class PointwiseConvolution(_TakenOver):
+    """A 1x1 convolution with nothing behind it, of few pixels on a GPU by a kernel of this package."""
 
     def forward(self, x: Tensor) -> Tensor:
         """From (batch, channels, height, width) to the map."""
