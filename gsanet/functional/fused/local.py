@@ -55,7 +55,8 @@ def _run(entry: Entry, inner: Tensor, outer: Tensor, weights: Tensor, window: in
     images, heads, channels = inner.shape[0], inner.shape[3], inner.shape[4]
     vector = calls.shape_of(inner, outer).vector
     written = outer if entry == "local_spread" else inner
-    plan = plan_local(entry, inner.dtype, written.shape[:4].numel(), channels, window, vector)
+    size = written.shape[0], written.shape[1], written.shape[2]
+    plan = plan_local(entry, inner.dtype, size, heads, channels, window, vector)
     values = arguments.Local(
         inner=arguments.field(inner),
         outer=arguments.field(outer),

@@ -12,7 +12,7 @@ from helpers import gradients, relative_error
 
 from gsanet.functional import use_backend
 from gsanet.functional.fused.compiler import compile_all, unavailable
-from gsanet.functional.fused.plan import plan_local
+from gsanet.functional.fused.plan import maps, plan_local
 from gsanet.functional.local_ops import local_mix, local_scores, local_spread
 
 TOLERANCES = {FLOAT: 2e-6, BF16: 6e-3, HALF: 1e-3}
@@ -36,8 +36,7 @@ def check(kernels, operator, first, second, *options):
     return found
 
 
-@pytest.mark.parametrize("dtype", [FLOAT, BF16, HALF])
-@pytest.mark.parametrize("channels", [8, 13])
+@pytest.mark.parametrize(("dtype", "channels"), [(FLOAT, 2), (FLOAT, 8), (BF16, 8), (BF16, 13), (HALF, 8)], ids=str)
 @pytest.mark.parametrize(("inner", "outer", "window", "stride", "padding"), CASES)
 def test_the_operators(kernels, inner, outer, window, stride, padding, channels, dtype):
     options = (window, stride, padding)
@@ -57,6 +56,19 @@ def test_more_pixels_than_a_block_has_threads(kernels):
     first = check(kernels, local_mix, weights, v, 5, 1, 2)
     for _ in kernels.other_orders():
         assert same_bits(first, check(kernels, local_mix, weights, v, 5, 1, 2))
+
+
+def test_rows_and_heads_of_several_blocks(kernels, monkeypatch):
+    """What spreads has parts of rows and of heads, and what mixes a row of the window at a time."""
+    monkeypatch.setattr(maps, "LOCAL_THREADS", 64)
+    monkeypatch.setattr(maps, "LOCAL_SHARED", 1)
+    weights = leaf(kernels, BF16, 2, 4, 11, 6, 25, seed=1)
+    q = leaf(kernels, BF16, 2, 4, 11, 6, 32, seed=2)
+    check(kernels, local_spread, weights, q, 4, 11, 5, 1, 2)
+    check(kernels, local_mix, weights, q, 5, 1, 2)
+    assert {plan.grid[1] for plan in kernels.launched if plan.kernel.entry == "local_spread"} == {3}
+    assert {constants["PIXELS"] for constants in kernels.constants("local_spread")} == {8}
+    assert {constants["ROWS"] for constants in kernels.constants("local_mix")} == {1}
 
 
 def test_parts_of_one_projection(kernels):
@@ -103,10 +115,12 @@ def test_what_does_not_fit_together_is_refused(kernels):
 @pytest.mark.parametrize("architecture", MACHINES)
 def test_the_kernels_of_the_networks_compile(architecture):
     """Of stand-alone attention and of LR-Net, at the narrowest and the widest."""
+    sizes = {(32, 8): (8, True), (4, 64): (8, True), (8, 8): (64, True), (16, 16): (2, False)}
     plans = [
-        plan_local(entry, BF16, 10**6, channels, 7, vector=True)
+        plan_local(entry, FLOAT if channels == 2 else BF16, (512, width, width), heads, channels, 7, vector)
         for entry in ("local_scores", "local_mix", "local_spread")
-        for channels in (8, 64)
+        for (width, heads), (channels, vector) in sizes.items()
     ]
+    assert all(128 <= plan.threads <= 256 and plan.shared_bytes < 49152 for plan in plans)
     for binary in compile_all([plan.kernel for plan in plans], architecture).values():
         assert binary.spill_stores == 0

@@ -5,13 +5,14 @@
 //   local_spread   y[x' + o] = sum over x' of w[x', o] q[x'],  gathered: no two threads write to one place
 //
 // A window is its WINDOW x WINDOW offsets o in reading order; the neighbour of pixel x' at offset i is pixel stride x' + i -
-// padding, and nothing if that is outside. Neighbours are read again and again, from the cache.
+// padding, and nothing if that is outside. Neighbours are read again and again, from the cache. Weights are used once: those of
+// neighbouring threads lie a window apart, so a block moves them together, by way of shared memory.
 #include "channels.cuh"
 #include "fragments.cuh"
 
 constexpr int OFFSETS = WINDOW * WINDOW;
-constexpr int ACCESS = VECTOR ? WIDTH : 1;      // channels that a thread moves at once
-constexpr int ACCESSES = CHANNELS / ACCESS;     // of a pixel and head
+constexpr int ACCESS = VECTOR ? WIDTH : CHANNELS <= 4 ? CHANNELS : 1;  // channels that a thread moves at once
+constexpr int ACCESSES = CHANNELS / ACCESS;                            // of a pixel and head
 static_assert(CHANNELS % ACCESS == 0, "a head is whole accesses");
 
 // A map (batch, x, y, head, channel) in which the channels of a pixel lie side by side; strides in scalars.
@@ -50,21 +51,24 @@ struct Unit {
 
 template <int COUNT>
 DEVICE void load(float (&values)[COUNT], const T* from) {
-  if constexpr (COUNT == WIDTH) {
+  if constexpr (VECTOR) {
     const Group group = load_group(from, 0);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) values[i] = channel(group, i);
   } else {
-    values[0] = to_float(*from);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) values[i] = to_float(from[i]);
   }
 }
 
 template <int COUNT>
 DEVICE void store(T* to, const float (&values)[COUNT]) {
-  if constexpr (COUNT == WIDTH)
+  if constexpr (VECTOR) {
     store_group(to, 0, pack_group(values));
-  else
-    *to = to_scalar<T>(values[0]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) to[i] = to_scalar<T>(values[i]);
+  }
 }
 
 DEVICE void add_product(float (&sums)[ACCESS], float weight, const float (&values)[ACCESS]) {
@@ -72,8 +76,7 @@ DEVICE void add_product(float (&sums)[ACCESS], float weight, const float (&value
   for (int i = 0; i < ACCESS; ++i) sums[i] += weight * values[i];
 }
 
-// A thread for each pixel and head. The scores of a block go out together: alone, each thread would write to places of its
-// own.
+// A thread for each pixel and head. The scores of a block go out together.
 KERNEL(THREADS, BLOCKS) local_scores(const Arguments arguments) {
   SHARED_MEMORY(memory);
   T* const scores = reinterpret_cast<T*>(memory);
@@ -108,53 +111,81 @@ KERNEL(THREADS, BLOCKS) local_scores(const Arguments arguments) {
   for (int i = thread_index(); i < units * OFFSETS; i += THREADS) arguments.weights[first * OFFSETS + i] = scores[i];
 }
 
-// A thread for each access to the output.
+// A thread for each access to the output. Its block has the weights of ROWS rows of the window at a time.
 KERNEL(THREADS, BLOCKS) local_mix(const Arguments arguments) {
+  SHARED_MEMORY(memory);
+  T* const weights = reinterpret_cast<T*>(memory);
+  constexpr int UNITS = (THREADS - 1) / ACCESSES + 2;  // pixels and heads of a block, at most
+  constexpr int AT_ONCE = ROWS * WINDOW;
   const Field &inner = arguments.inner, &outer = arguments.outer;
-  const long long index = static_cast<long long>(block_index()) * THREADS + thread_index(), number = index / ACCESSES;
+  const long long start = static_cast<long long>(block_index()) * THREADS, index = start + thread_index();
+  const long long number = index / ACCESSES, first = start / ACCESSES;
+  const long long left = static_cast<long long>(arguments.images) * inner.height * inner.width * arguments.heads - first;
+  const int units = left < UNITS ? static_cast<int>(left) : UNITS;
   const Unit unit(arguments, inner, number);
-  take_turn();
-  if (!unit.exists) return;
   const int own = static_cast<int>(index % ACCESSES) * ACCESS;
-  const T* const weights = arguments.weights + number * OFFSETS;
+  const T* const own_weights = weights + static_cast<int>(number - first) * AT_ONCE;
   float sums[ACCESS] = {};
-  for (int i = 0; i < WINDOW; ++i) {
-    const int x = arguments.stride * unit.x + i - arguments.padding;
-    if (x < 0 || x >= outer.height) continue;
+  take_turn();
+  for (int top = 0; top < WINDOW; top += ROWS) {
+    if (top > 0) block_barrier();  // nobody needs the rows above any more
+    for (int i = thread_index(); i < units * AT_ONCE; i += THREADS)
+      weights[i] = arguments.weights[(first + i / AT_ONCE) * OFFSETS + top * WINDOW + i % AT_ONCE];
+    block_barrier();
+    if (!unit.exists) continue;
+    for (int i = 0; i < ROWS; ++i) {
+      const int x = arguments.stride * unit.x + top + i - arguments.padding;
+      if (x < 0 || x >= outer.height) continue;
 #pragma unroll
-    for (int j = 0; j < WINDOW; ++j) {
-      const int y = arguments.stride * unit.y + j - arguments.padding;
-      if (y < 0 || y >= outer.width) continue;
-      float values[ACCESS];
-      load(values, outer.at(unit.image, x, y, unit.head) + own);
-      add_product(sums, to_float(weights[i * WINDOW + j]), values);
+      for (int j = 0; j < WINDOW; ++j) {
+        const int y = arguments.stride * unit.y + j - arguments.padding;
+        if (y < 0 || y >= outer.width) continue;
+        float values[ACCESS];
+        load(values, outer.at(unit.image, x, y, unit.head) + own);
+        add_product(sums, to_float(own_weights[i * WINDOW + j]), values);
+      }
     }
   }
-  store(inner.at(unit.image, unit.x, unit.y, unit.head) + own, sums);
+  if (unit.exists) store(inner.at(unit.image, unit.x, unit.y, unit.head) + own, sums);
 }
 
-// The same, of the other field: from all pixels x' that have this one as a neighbour.
+// The same, of the other field: from all pixels x' that have this one as a neighbour. A block has PIXELS pixels of one row and
+// HEADS heads, and of each row x' that reaches them the weights of one row of the window.
 KERNEL(THREADS, BLOCKS) local_spread(const Arguments arguments) {
+  SHARED_MEMORY(memory);
+  T* const weights = reinterpret_cast<T*>(memory);  // (pixel, HEADS, WINDOW)
   const Field &inner = arguments.inner, &outer = arguments.outer;
-  const long long index = static_cast<long long>(block_index()) * THREADS + thread_index();
-  const Unit unit(arguments, outer, index / ACCESSES);
-  take_turn();
-  if (!unit.exists) return;
-  const int own = static_cast<int>(index % ACCESSES) * ACCESS, stride = arguments.stride;
+  const int chunks = (outer.width + PIXELS - 1) / PIXELS, row = block_index() / chunks;
+  const int first_y = (block_index() - row * chunks) * PIXELS, first_head = block_row() * HEADS;
+  const int image = row / outer.height, own_x = row - image * outer.height;
+  const int unit = thread_index() / ACCESSES, head = unit % HEADS, own_y = first_y + unit / HEADS;
+  const int own = thread_index() % ACCESSES * ACCESS, stride = arguments.stride;
+  const bool exists = unit < PIXELS * HEADS && own_y < outer.width;
+  // The pixels x' that may be needed: the first, and how many.
+  const int lowest = first_y + arguments.padding - (WINDOW - 1), low = lowest > 0 ? (lowest + stride - 1) / stride : 0;
+  const int count = min((first_y + PIXELS - 1 + arguments.padding) / stride, inner.width - 1) - low + 1;
   float sums[ACCESS] = {};
+  take_turn();
   for (int i = 0; i < WINDOW; ++i) {
-    const int below = unit.x + arguments.padding - i, x = below / stride;
-    if (below < 0 || below % stride || x >= inner.height) continue;
+    const int below = own_x + arguments.padding - i, x = below / stride;
+    if (below < 0 || below % stride || x >= inner.height) continue;  // for all of the block
+    const long long first = (static_cast<long long>(image) * inner.height + x) * inner.width + low;
+    block_barrier();  // nobody needs the row before any more
+    for (int n = thread_index(); n < count * HEADS * WINDOW; n += THREADS) {
+      const int other = n / WINDOW;
+      const long long number = (first + other / HEADS) * arguments.heads + first_head + other % HEADS;
+      weights[n] = arguments.weights[number * OFFSETS + i * WINDOW + n % WINDOW];
+    }
+    block_barrier();
+    if (!exists) continue;
 #pragma unroll
     for (int j = 0; j < WINDOW; ++j) {
-      const int beside = unit.y + arguments.padding - j, y = beside / stride;
+      const int beside = own_y + arguments.padding - j, y = beside / stride;
       if (beside < 0 || beside % stride || y >= inner.width) continue;
-      const long long number =
-          ((static_cast<long long>(unit.image) * inner.height + x) * inner.width + y) * arguments.heads + unit.head;
       float values[ACCESS];
-      load(values, inner.at(unit.image, x, y, unit.head) + own);
-      add_product(sums, to_float(arguments.weights[number * OFFSETS + i * WINDOW + j]), values);
+      load(values, inner.at(image, x, y, first_head + head) + own);
+      add_product(sums, to_float(weights[((y - low) * HEADS + head) * WINDOW + j]), values);
     }
   }
-  store(outer.at(unit.image, unit.x, unit.y, unit.head) + own, sums);
+  if (exists) store(outer.at(image, own_x, own_y, first_head + head) + own, sums);
 }

@@ -8,6 +8,8 @@ from gsanet.functional.fused.compiler import specialise
 from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine
 
 ROW_WARPS = 16  # that share the sums of what other kernels' blocks left
+LOCAL_THREADS = 256  # of `local_spread`, at most
+LOCAL_SHARED = 2**15  # bytes of shared memory for the weights of `local_mix`, if more than a row of the window
 
 
 @functools.cache
@@ -77,9 +79,47 @@ def plan_pool(
 
 
 @functools.cache
-def plan_local(entry: str, dtype: torch.dtype, units: int, channels: int, window: int, vector: bool) -> Launch:
-    """Local attention, `kernels/local.cu`; `units` are the pixels and heads of what is written."""
-    warps = 4
+def plan_local(
+    entry: str,
+    dtype: torch.dtype,
+    size: tuple[int, int, int],
+    heads: int,
+    channels: int,
+    window: int,
+    vector: bool,
+) -> Launch:
+    """Local attention, `kernels/local.cu`.
+
+    Args:
+        entry: The kernel.
+        dtype: Of all maps and weights.
+        size: Images, height and width of what is written.
+        heads: Of all maps.
+        channels: Of a head.
+        window: Pixels of its side.
+        vector: Whether maps are moved by 16 bytes.
+    """
+    access = 16 // dtype.itemsize if vector else channels if channels <= 4 else 1
+    accesses = channels // access
+    images, height, width = size
+    warps, rows, pixels, heads_at_once = 4, 1, 1, 1
+    grid = (-(-images * height * width * heads * accesses // (32 * warps)), 1)
+    if entry == "local_scores":
+        grid = (-(-images * height * width * heads // (32 * warps)), 1)
+        shared = 32 * warps * window**2 * dtype.itemsize
+    elif entry == "local_mix":
+        row = ((32 * warps - 1) // accesses + 2) * window * dtype.itemsize
+        rows = window if row * window <= LOCAL_SHARED else 1
+        shared = rows * row
+    else:
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+        # Whole lines of the cache, then whole rows of the map, then more heads.
+        side_by_side = next((n for n in divisors if n * channels * dtype.itemsize >= 128), heads)
+        pixels = min(width, max(1, LOCAL_THREADS // (accesses * side_by_side)))
+        heads_at_once = max([n for n in divisors if n * pixels * accesses <= LOCAL_THREADS], default=1)
+        warps = -(-pixels * heads_at_once * accesses // 32)
+        grid = (images * height * -(-width // pixels), heads // heads_at_once)
+        shared = (pixels + window - 1) * heads_at_once * window * dtype.itemsize
     constants: dict[str, int | str] = {
         "SCALAR": SCALARS[dtype],
         "CHANNELS": channels,
@@ -87,11 +127,10 @@ def plan_local(entry: str, dtype: torch.dtype, units: int, channels: int, window
         "VECTOR": vector,
         "WARPS": warps,
         "BLOCKS": 1,
+        "ROWS": rows,
+        "PIXELS": pixels,
+        "HEADS": heads_at_once,
     }
-    threads = 32 * warps
-    scores = entry == "local_scores"
-    accesses = 1 if scores else channels * dtype.itemsize // 16 if vector else channels
-    shared = threads * window**2 * dtype.itemsize if scores else 0
-    # Neighbours are read from the cache: as little shared memory as there must be.
+    # Neighbours are read from the cache: no more shared memory than there must be.
     kernel = specialise("local.cu", entry, **constants)
-    return Launch(kernel, (-(-units * accesses // threads), 1), threads, shared, carveout=25 if scores else 0)
+    return Launch(kernel, grid, 32 * warps, shared, carveout=50 if entry == "local_mix" else 25)
