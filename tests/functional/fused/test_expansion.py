@@ -142,6 +142,18 @@ def test_operators_are_registered_as_they_should_be():
     torch.library.opcheck(expansion_ops.expansion, (*leaves, *moments, True))
 
 
+def test_products_by_kernels(kernels):
+    """The operator where its kernels are the plan, of one map and of two."""
+    x, y = (feature_map(BF16, 2, channels, 5, 4, seed=channels, device=kernels.device) for channels in (64, 256))
+    with kernels.running():
+        for other in (None, y):
+            products, sums = expansion_ops.pixel_products(x, other)
+            rows, others = (one.permute(0, 2, 3, 1).flatten(0, 2).double() for one in (x, x if other is None else y))
+            assert relative_error(products, others.T @ rows) < 1e-5
+            assert relative_error(sums, others.sum(0)) < 1e-5
+    assert kernels.entries == {"pixel_products", "sum_pixel_products"}
+
+
 # --- Where it is used.
 
 
