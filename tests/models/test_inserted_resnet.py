@@ -84,9 +84,9 @@ def attention_of(model, key):
 def test_places_are_open():
     model = timm.create_model("cgnl_resnet50", depths=(1, 2, 1), after={2: (1, 2)}, num_groups=4, num_classes=10)
     assert [type(block).__name__ for block in model.stages[1]] == [
-        "BottleneckBlock",
+        "CompiledBottleneckBlock",
         "CompactNonLocal",
-        "BottleneckBlock",
+        "CompiledBottleneckBlock",
         "CompactNonLocal",
     ]
     assert model.stages[1][1].num_groups == 4
