@@ -15,7 +15,6 @@ from torch import Tensor
 from gsanet.functional.blocks import pays, to_blocks
 from gsanet.functional.exporting import is_exporting
 from gsanet.functional.fused import pointwise
-from gsanet.functional.fused.pointwise import convolve_few
 from gsanet.functional.inference_only import refuse_gradients
 from gsanet.functional.transforms import is_transformed
 
@@ -119,7 +118,7 @@ def fused_convolution_relu(
 ) -> Tensor:
     """As `convolution_relu`, for tensors of one dtype on one device; the output is channels-last."""
     x = x.contiguous(memory_format=torch.channels_last)
-    few = convolve_few(x, weight, bias, residual, relu=True, stride=stride, padding=padding)
+    few = pointwise.convolve_few(x, weight, bias, residual, relu=True, stride=stride, padding=padding)
     if few is not None:
         return few
     settings = tuple(stride), tuple(padding), tuple(dilation)
@@ -165,7 +164,7 @@ refuse_gradients(fused_convolution_relu)
 def fused_pointwise_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int]) -> Tensor:
     """As `pointwise_convolution`, for tensors of one dtype on one device; the output is channels-last."""
     x = x.contiguous(memory_format=torch.channels_last)
-    out = convolve_few(x, weight, bias, relu=False, stride=stride)
+    out = pointwise.convolve_few(x, weight, bias, relu=False, stride=stride)
     if out is None:
         out = F.conv2d(x, weight, bias, tuple(stride))
     return out.contiguous(memory_format=torch.channels_last)

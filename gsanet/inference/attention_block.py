@@ -36,7 +36,7 @@ class AttentionBlock(InferenceBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         """From (batch, channels, height, width) to the block's output."""
-        out = _in_one(x, [self])
+        out = _in_one(x, [self]) if _is_for_one(x) else None
         return super().forward(x) if out is None else out
 
 
@@ -45,9 +45,15 @@ class AttentionBlocks(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """From (batch, channels, height, width) to the last block's output."""
-        blocks = _blocks_of(self)
+        blocks = _blocks_of(self) if _is_for_one(x) else None
         out = None if blocks is None else _in_one(x, blocks)
         return super().forward(x) if out is None else out
+
+
+def _is_for_one(x: Tensor) -> bool:
+    """Whether blocks of a map may be one operator: asked first, before anyone looks at the blocks."""
+    # torch.fx calls with what is no tensor, and follows the layers.
+    return pointwise.wanted and isinstance(x, Tensor) and is_for_operators(x) and 1 <= x.shape[0] <= FEW
 
 
 def _blocks_of(sequence: AttentionBlocks) -> list[AttentionBlock] | None:
@@ -67,11 +73,8 @@ def _blocks_of(sequence: AttentionBlocks) -> list[AttentionBlock] | None:
 
 
 def _in_one(x: Tensor, blocks: Sequence[AttentionBlock]) -> Tensor | None:
-    """The output of blocks by one operator, if its kernels take all of them."""
-    # torch.fx calls with what is no tensor, and follows the layers.
-    if not pointwise.wanted or not isinstance(x, Tensor) or not blocks:
-        return None
-    if not is_for_operators(x) or not 1 <= x.shape[0] <= FEW:
+    """The output of blocks by one operator, if there are any and its kernels take all of them."""
+    if not blocks:
         return None
     tensors: list[Tensor] = []
     settings: list[int] = []

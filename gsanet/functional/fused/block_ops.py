@@ -107,10 +107,9 @@ def _run(block: Block, x: Tensor, early: bool) -> Tensor:
     if inner is None:
         inner = fused_convolution_relu(x, *first, None, *ONCE)
     residual = x if beside is None else beside.run(lambda: _shortcut(block, x, early))
-    attended = infer(
-        inner, block.weight, block.rel_column, block.rel_row, block.norm, block.finish,
-        block.heads, block.dim_key, block.content, block.stride, early=early or by_kernel,
-    )  # fmt: skip
+    tables, norms = (block.rel_column, block.rel_row), (block.norm, block.finish)
+    settings = block.heads, block.dim_key, block.content, block.stride
+    attended = infer(inner, block.weight, tables, norms, settings, early=early or by_kernel)
     if beside is not None:
         beside.wait()
     out = convolve_few(attended, *last, residual, relu=True, early_weight=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gsanet.functional.fused import expansion_ops
-from gsanet.functional.fused.norms import in_float32, keep_statistics, takes_map
+from gsanet.functional.fused.norms import applied_with, in_float32, keep_statistics, takes_map
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -76,11 +76,8 @@ def moments(x: Tensor, weight: Tensor, norm_weight: Tensor | None, norm_bias: Te
     products, sums = expansion_ops.pixel_products(x, None)
     mean_in = sums / count
     spread = weight @ (products / count - torch.outer(mean_in, mean_in))
-    mean, variance = weight @ mean_in, (spread * weight).sum(1).clamp_min(0)
-    inverse = torch.rsqrt(variance + epsilon)
-    scale = inverse if norm_weight is None else inverse * norm_weight
-    shift = -mean * scale if norm_bias is None else norm_bias - mean * scale
-    return Moments(mean_in, spread, torch.stack((scale, shift, mean, inverse, variance)))
+    variance = (spread * weight).sum(1).clamp_min(0)
+    return Moments(mean_in, spread, applied_with(weight @ mean_in, variance, norm_weight, norm_bias, epsilon))
 
 
 def _is_cast(weight: Tensor, x: Tensor) -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gsanet.functional.convolution import fused_convolution_relu
 from gsanet.functional.fused import available, calls
+from gsanet.functional.fused.calls.tensors import pixels, to_map
 
 
 @torch.library.custom_op("gsanet::pixel_products", mutates_args=())
@@ -48,12 +49,12 @@ def sum_of_products(first: Tensor, weight: Tensor, second: Tensor, square: Tenso
     """
     out = torch.addmm(level, pixels(second), square)
     out.addmm_(pixels(first), weight)  # in place: else it would be copied first
-    return _to_map(out, second)
+    return to_map(out, second)
 
 
 @sum_of_products.register_fake
 def _(first: Tensor, weight: Tensor, second: Tensor, square: Tensor, level: Tensor) -> Tensor:
-    return _to_map(second.new_empty(second.numel() // second.shape[1], second.shape[1]), second)
+    return to_map(second.new_empty(second.numel() // second.shape[1], second.shape[1]), second)
 
 
 @torch.library.custom_op("gsanet::expansion", mutates_args=())
@@ -90,7 +91,7 @@ def expansion(
     if relu and x.is_cuda:
         weight = folded[:, :, None, None]
         return fused_convolution_relu(x, weight, shift, residual, (1, 1), (0, 0), (1, 1))
-    out = _to_map(torch.addmm(shift, pixels(x), folded.T), x)
+    out = to_map(torch.addmm(shift, pixels(x), folded.T), x)
     if residual is not None:
         out += residual
     return out.relu_() if relu else out
@@ -130,14 +131,3 @@ def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
 
 
 expansion.register_autograd(_gradient, setup_context=_save)
-
-
-def pixels(x: Tensor) -> Tensor:
-    """(batch, channels, height, width) as (pixels, channels): a view of a channels-last map."""
-    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
-
-
-def _to_map(rows: Tensor, like: Tensor) -> Tensor:
-    """(pixels, channels) as a map of the size of another."""
-    batch, _, height, width = like.shape
-    return rows.view(batch, height, width, rows.shape[1]).permute(0, 3, 1, 2)

@@ -263,28 +263,24 @@ def _attention_map_inference(
         stride: 1, or 2: average 2 x 2 pixels.
     """
     tables = rel_column.contiguous(), rel_row.contiguous()  # here: between what follows is no kernel of others
-    return infer(x, weight, *tables, norm, finish, heads, dim_key, content, stride)
+    return infer(x, weight, tables, (norm, finish), (heads, dim_key, content, stride))
 
 
 def infer(
     x: Tensor,
     weight: Tensor,
-    rel_column: Tensor,
-    rel_row: Tensor,
-    norm: Tensor,
-    finish: Tensor | None,
-    heads: int,
-    dim_key: int,
-    content: bool,
-    stride: int,
+    tables: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, Tensor | None],
+    settings: Settings,
     *,
     early: bool = False,
 ) -> Tensor:
-    """As `_attention_map_inference`, of contiguous tables.
+    """As `gsanet::attention_map_inference`, of contiguous tables.
 
     `early`: all tensors but x are older than the kernel before, which is one of ours, so that the projection reads its
     weight at once.
     """
+    (rel_column, rel_row), (norm, finish), (heads, dim_key, content, stride) = tables, norms, settings
     q, v, context, wait, early = _project_beside(x, weight, heads, dim_key, content, early)
     column = calls.attend(q, v, rel_column, "column", early_table=early).out
     wait()

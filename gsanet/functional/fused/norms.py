@@ -109,11 +109,15 @@ def applied_in_evaluation(norm: nn.BatchNorm2d) -> Tensor:
     """What a batch norm with running statistics applies: scale, shift, mean, 1 / standard deviation, variance."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
-    weight, bias = in_float32(norm)
-    mean, variance = norm.running_mean.float(), norm.running_var.float()
-    inverse = torch.rsqrt(variance + norm.eps)
-    scale = inverse if weight is None else inverse * weight.detach()
-    shift = -mean * scale if bias is None else bias.detach() - mean * scale
+    return applied_with(norm.running_mean.float(), norm.running_var.float(), *in_float32(norm), norm.eps)
+
+
+@torch.no_grad()
+def applied_with(mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+    """What a batch norm with these statistics applies, the same; without gradients."""
+    inverse = torch.rsqrt(variance + epsilon)
+    scale = inverse if weight is None else inverse * weight
+    shift = -mean * scale if bias is None else bias - mean * scale
     return torch.stack((scale, shift, mean, inverse, variance))
 
 

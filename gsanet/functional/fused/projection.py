@@ -5,6 +5,7 @@ from torch import Tensor
 
 from gsanet.functional.attention import split_heads, to_feature_map
 from gsanet.functional.fused import calls, pointwise
+from gsanet.functional.fused.calls.tensors import pixels, to_map
 
 # A module of fewer channels projects q, k and v again in the backward pass: three maps less in memory, for a product
 # whose time is that of reading and writing these maps. With more channels it takes longer, and they are kept.
@@ -13,7 +14,7 @@ KEPT = 256
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
     """q, k and v, stacked as in `weight`, (pixels, channels of all)."""
-    return _pixels(x) @ weight.T
+    return pixels(x) @ weight.T
 
 
 def project_few(x: Tensor, weight: Tensor, early_weight: bool) -> Tensor | None:
@@ -55,9 +56,7 @@ def project_heads(
 
 def project_gradient(d_projected: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of x, channels-last, and of weight."""
-    batch, _, height, width = x.shape
-    d_x = (d_projected @ weight).unflatten(0, (batch, height, width)).permute(0, 3, 1, 2)
-    return d_x, d_projected.T @ _pixels(x)
+    return to_map(d_projected @ weight, x), d_projected.T @ pixels(x)
 
 
 def split(
@@ -91,8 +90,3 @@ def empty_results(
     out = x.new_empty(batch, height // stride, width // stride, heads, value)
     vectors = calls.empty_context(q, v) if content else no_context(x)
     return to_feature_map(out), v, vectors, kept(x.new_empty(batch * height * width, weight.shape[0]), x)
-
-
-def _pixels(x: Tensor) -> Tensor:
-    """(batch, channels, height, width) as (pixels, channels): a view of a channels-last map."""
-    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])

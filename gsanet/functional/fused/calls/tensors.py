@@ -22,6 +22,17 @@ def shape_of(q: Tensor, v: Tensor, *others: Tensor) -> Shape:
     return Shape(q.dtype, q.shape[3], q.shape[4], v.shape[4], vector)
 
 
+def pixels(x: Tensor) -> Tensor:
+    """(batch, channels, height, width) as (pixels, channels): a view of a channels-last map."""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
+def to_map(rows: Tensor, like: Tensor) -> Tensor:
+    """(pixels, channels) as a channels-last map, (batch, channels, height, width) of the size of another."""
+    batch, _, height, width = like.shape
+    return rows.view(batch, height, width, rows.shape[1]).permute(0, 3, 1, 2)
+
+
 def pointer(tensor: Tensor | None) -> int | None:
     """Where a tensor begins."""
     return None if tensor is None else tensor.data_ptr()
