@@ -14,7 +14,7 @@ from typing import Any
 CAPABILITY = 9
 MOST_SHAPES = 256  # kept for each kernel
 
-wanted = False  # whether kernels are launched so where they can be; read at each launch
+wanted = True  # whether kernels are launched so where they can be; read at each launch
 _refused = False
 
 

@@ -22,7 +22,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 MOST_CHANNELS_IN = 256
 LEAST_NUMBERS = 2**24
 
-wanted = False  # whether blocks that `takes` takes are computed so; read when they are compiled
+wanted = True  # whether blocks that `takes` takes are computed so; read when they are compiled
 
 
 class Moments(NamedTuple):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gsanet.functional.fused import available, calls
 
-wanted = False  # whether few pixels are computed so, and blocks around them as one operator; read at each call
+wanted = True  # whether few pixels are computed so, and blocks around them as one operator; read at each call
 
 
 def convolve_few(

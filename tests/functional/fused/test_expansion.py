@@ -169,8 +169,6 @@ def test_what_is_taken(as_on_gpu, monkeypatch):
     monkeypatch.setattr(expansion, "LEAST_NUMBERS", 2 * 24 * 7 * 6)
     layers, x = make_layers(8, 24), feature_map(BF16, 2, 8, 7, 6)
     with use_backend("fused"), torch.autocast("cpu", BF16):
-        assert not takes(x, *layers)
-        monkeypatch.setattr(expansion, "wanted", True)
         assert takes(x, *layers)
         assert not takes(x[:1], *layers)  # too small
         assert not takes(x.float(), *layers)
@@ -181,6 +179,9 @@ def test_what_is_taken(as_on_gpu, monkeypatch):
         assert not takes(feature_map(BF16, 9, 16, 7, 6), *make_layers(16, 24))  # too few channels more
         assert not takes(x, *make_layers(8, 24).eval())
         monkeypatch.setattr(expansion, "MOST_CHANNELS_IN", 7)
+        assert not takes(x, *layers)
+        monkeypatch.setattr(expansion, "MOST_CHANNELS_IN", 8)
+        monkeypatch.setattr(expansion, "wanted", False)
         assert not takes(x, *layers)
     monkeypatch.undo()
     with use_backend("torch"), torch.autocast("cpu", BF16):

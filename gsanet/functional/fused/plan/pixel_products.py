@@ -48,13 +48,11 @@ class Cut(NamedTuple):
 # By channels of x, channels of y, and whether x is y. What is not here is for a matrix product and a sum of PyTorch;
 # `python benchmarks/plans.py --products` times both.
 CUTS = {
-    (64, 64, True): Cut(64, 64, 64, 64, sets=8, length=128, stages=4, blocks=2),
-    (64, 256, False): Cut(256, 64, 64, 32, sets=1, length=32, stages=4, blocks=2),
-    (128, 128, True): Cut(128, 128, 32, 32, sets=1, length=64, stages=4, blocks=2),
-    (128, 512, False): Cut(256, 128, 64, 64, sets=1, length=32, stages=6, blocks=1),
-    (256, 256, True): Cut(128, 128, 64, 64, sets=2, length=64, stages=3, blocks=1),
-    (256, 512, False): Cut(256, 128, 64, 64, sets=1, length=32, stages=6, blocks=1),
-    (256, 1024, False): Cut(256, 128, 64, 64, sets=1, length=32, stages=6, blocks=1),
+    (64, 64, True): Cut(64, 64, 64, 64, sets=8, length=128, stages=6, blocks=1),
+    (64, 256, False): Cut(256, 64, 64, 64, sets=2, length=64, stages=4, blocks=1),
+    (128, 128, True): Cut(128, 128, 32, 32, sets=2, length=64, stages=4, blocks=1),
+    (128, 512, False): Cut(256, 128, 64, 64, sets=1, length=64, stages=3, blocks=1),
+    (256, 256, True): Cut(128, 128, 64, 64, sets=1, length=32, stages=4, blocks=2),
 }
 
 
