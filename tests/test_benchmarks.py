@@ -109,9 +109,9 @@ def test_processes_share_what_is_to_be_compiled(monkeypatch):
         before = len(made)
         monkeypatch.setattr(measuring, "share", measuring.Share(number, 3))
         runner.compile_share(cases, replace(TINY, batch=8, graphs=True))
-        assert len(made) - before == 3
-    # Ours in three forms, two others, gsa-pytorch in two batches, and two for small images.
-    assert len(made) == len(set(made)) == 9
+        assert len(made) - before in (3, 4)
+    # Ours in three forms, two others, gsa-pytorch in two batches, and three for small images.
+    assert len(made) == len(set(made)) == 10
 
 
 def throughput(ours, theirs, target=None):
