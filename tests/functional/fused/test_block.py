@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from functional.fused.graphs import both_ways, capture, replay
 from functional.fused.test_kernels import BF16, check_close, normal
 from helpers import relative_error
 from timm.models.byobnet import SelfAttnBlock
@@ -18,7 +19,6 @@ from gsanet.functional.backends import BACKENDS
 from gsanet.functional.convolution import fused_convolution_relu, fused_pointwise_convolution
 from gsanet.functional.fused import block_ops, module_ops, pointwise
 from gsanet.functional.fused.calls import launching
-from gsanet.functional.fused.dependent import dependent_launches
 from gsanet.functional.fused.plan import plan_product
 from gsanet.functional.fused.plan import product as product_plans
 from gsanet.functional.fused.plan.product import cut_product
@@ -282,21 +282,12 @@ def test_network_on_gpu(gpu, other_way, images):
         products = [plan for plan in gpu.launched if plan.kernel.entry == "product"]
         assert len(products) > 40
         assert sum(dict(plan.kernel.constants)["EARLY_WEIGHT"] for plan in products) == len(products) - 2
-        pairs = []
-        for early_launches in (True, False):
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with dependent_launches(early_launches), torch.cuda.graph(graph):
-                pairs.append((graph, run()))
+        pairs = both_ways(lambda: capture(run))
         for seed in range(10):
             x.copy_(normal(*x.shape, dtype=BF16, seed=seed).cuda())
-            for graph, _ in pairs:
-                graph.replay()
-            usual = run()
-            with dependent_launches(True):
-                called = run()
-            torch.cuda.synchronize()
-            for other in (pairs[0][1], pairs[1][1], called):
+            graphs = replay(pairs)
+            called, usual = both_ways(run)
+            for other in (*graphs, called):
                 assert torch.equal(other, usual)
         other_way()
         gpu.launched.clear()

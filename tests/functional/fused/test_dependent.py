@@ -1,13 +1,14 @@
 """Kernels that are launched early wait for those before them: read from what is compiled, and seen on a GPU."""
 
-import contextlib
 import copy
 import re
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+from functional.fused.graphs import both_ways, capture, replay
 from functional.fused.test_instantiations import MACHINES
 from functional.fused.test_kernels import BF16, make_module, normal, same_bits
 from torch import nn
@@ -191,16 +192,6 @@ def test_every_kernel_takes_its_turn_once(entry):
 # --- On a GPU: the same bits with early launches and without.
 
 
-def both_ways(function):
-    """What a function gives with early launches, and without."""
-    results = []
-    for on in (True, False):
-        with dependent_launches(on):
-            results.append(function())
-        torch.cuda.synchronize()
-    return results
-
-
 def trained(module, x, d_out):
     """The output and all gradients, of a copy."""
     module, x = copy.deepcopy(module), x.clone().requires_grad_()
@@ -231,20 +222,10 @@ def test_training_on_gpu(gpu, shape, options):
             assert same_bits(early, usual)
 
 
-@contextlib.contextmanager
-def captured(graph):
-    """Capture, after whatever runs has finished."""
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        yield
-
-
 def replayed(pairs, x, seed):
-    """What each of some graphs and their results gives for another x, which they read."""
+    """What each of some graphs gives for another x, which they read."""
     x.copy_(normal(*x.shape, dtype=BF16, seed=seed).cuda())
-    for graph, _ in pairs:
-        graph.replay()
-    return [out for _, out in pairs]
+    return replay(pairs)
 
 
 @pytest.mark.parametrize("images", [1, 12])
@@ -257,14 +238,7 @@ def test_cuda_graphs_of_inference_on_gpu(gpu, images):
         x = torch.zeros(images, channels, *size, dtype=BF16, device="cuda").to(memory_format=torch.channels_last)
         with gpu.running(poison=False), torch.inference_mode():
             network(x)  # compiles, and loads
-
-            def capture(network=network, x=x):
-                graph = torch.cuda.CUDAGraph()
-                with captured(graph):
-                    out = network(x)
-                return graph, out
-
-            pairs = both_ways(capture)
+            pairs = both_ways(partial(capture, partial(network, x)))
             for seed in range(5):
                 early, usual = replayed(pairs, x, seed)
                 assert same_bits([early, early], [usual, network(x)])
@@ -278,16 +252,15 @@ def test_cuda_graphs_of_training_on_gpu(gpu):
         trained(module, x, d_out)  # compiles, and loads
         kept = []  # a graph does not hold on to what it reads
 
-        def capture():
-            own, leaf = copy.deepcopy(module), x.detach().requires_grad_()
-            kept.append(own)
-            graph = torch.cuda.CUDAGraph()
-            with captured(graph):
-                out = own(leaf)
-                found = torch.autograd.grad(out, [leaf, *own.parameters()], d_out)
-            return graph, [out, *found]
+        def step(own, leaf):
+            out = own(leaf)
+            return [out, *torch.autograd.grad(out, [leaf, *own.parameters()], d_out)]
 
-        pairs = both_ways(capture)
+        def capture_copy():
+            kept.append(copy.deepcopy(module))
+            return capture(partial(step, kept[-1], x.detach().requires_grad_()))
+
+        pairs = both_ways(capture_copy)
         for seed in range(3):
             early, usual = replayed(pairs, x, seed)
             assert same_bits(early, usual)

@@ -14,9 +14,11 @@ import contextlib
 import copy
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
+from functional.fused.graphs import capture
 from helpers import batch_norms, relative_error
 from torch import nn
 
@@ -1007,10 +1009,7 @@ def test_projection_with_context_in_modules_on_gpu(gpu, monkeypatch, batch, dim,
     if "project_with_context" not in gpu.entries:
         pytest.skip("here it is not the plan")
     with gpu.running(poison=False), torch.inference_mode():
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            replayed = folded(x)
+        graph, replayed = capture(lambda: folded(x))
         graph.replay()
         assert torch.equal(replayed, found["inference"])
     monkeypatch.setattr(projection_plans, "ON_CHIP", {})
@@ -1098,10 +1097,7 @@ def test_cuda_graph_of_inference_on_gpu(gpu):
         x = torch.zeros(images, 64, 30, 14, dtype=BF16, device="cuda").to(memory_format=torch.channels_last)
         with gpu.running(poison=False), torch.inference_mode():
             network(x)  # compiles, and loads
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = network(x)
+            graph, out = capture(partial(network, x))
             for seed in range(5):
                 x.copy_(normal(images, 64, 30, 14, dtype=BF16, seed=seed).cuda())
                 graph.replay()

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from functional.fused.graphs import both_ways, capture, replay
 from functional.fused.test_kernels import BF16, FLOAT, HALF, MACHINES, check_close, normal, same_bits
 
 from gsanet.functional.fused import calls
@@ -252,22 +253,16 @@ def test_chains_on_gpu(gpu, pixels, channels):
 
     with gpu.running(poison=False):
         run()
-        pairs = []
-        for early in (True, False):
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with dependent_launches(early), torch.cuda.graph(graph):
-                pairs.append((graph, run()))
+        pairs = both_ways(lambda: capture(run))
         for seed in range(10):
             x.copy_(normal(*x.shape, dtype=BF16, seed=seed).cuda())
             values[seed % 6][0].neg_()
-            for graph, _ in pairs:
-                graph.replay()
+            early, usual = replay(pairs)
             with dependent_launches(True):
                 called = run()
             torch.cuda.synchronize()
-            assert same_bits(pairs[0][1], pairs[1][1])
-            assert same_bits(called, pairs[1][1])
+            assert same_bits(early, usual)
+            assert same_bits(called, usual)
         expected = x
         for up, down, bias in values:
             expected = exact(exact(expected, up, bias, residual, relu=True).to(BF16), down).to(BF16)
