@@ -3,11 +3,13 @@
     python benchmarks/plans.py --maps 56x56x64 28x28x128 --batch 256
     python benchmarks/plans.py --projection --maps 56x56x64 56x56x128 28x28x128 32x32x64x512 16x16x128x512
     python benchmarks/plans.py --products
+    python benchmarks/plans.py --maps-of-channels
 
 For each map and each kernel it prints the time of the plan in use, and of the faster ones among all that fit. A cut is
 heads x lines of a block, then warps of a block, then blocks on a multiprocessor. With `--projection` it is about the
 projection and the context vectors instead, in two kernels or in one (`projections.py`), and compares their results.
-With `--products` it is about sums over pixels of products of channels (`pixel_products.py`), at the networks' shapes.
+With `--products` it is about sums over pixels of products of channels (`pixel_products.py`), at the networks' shapes,
+and with `--maps-of-channels` about linear maps of each pixel's channels with what is behind them (`channel_maps.py`).
 """
 
 import argparse
@@ -18,6 +20,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import channel_maps
 import pixel_products
 import torch
 from measure import Graphed
@@ -135,11 +138,14 @@ def main() -> None:
     parser.add_argument("--show", type=int, default=3, help="so many of the fastest; 0: only the plan in use")
     parser.add_argument("--projection", action="store_true", help="the projection, for 64 and 128 channels")
     parser.add_argument("--products", action="store_true", help="sums over pixels of products of channels")
+    parser.add_argument("--maps-of-channels", action="store_true", help="linear maps of each pixel's channels")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     for shape in pixel_products.SHAPES if options.products else ():
         pixel_products.compare(*shape, options.show > 0)
-    if options.products:
+    for entry in channel_maps.SHAPES if options.maps_of_channels else ():
+        channel_maps.compare(*entry, options.show > 0)
+    if options.products or options.maps_of_channels:
         return
     for text in options.maps:
         height, width, channels, batch = (*map(int, text.split("x")), options.batch)[:4]

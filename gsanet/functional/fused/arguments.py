@@ -79,6 +79,13 @@ PixelProductsSum: Any = _structure(
     partial=c_void_p, products=c_void_p, sums=c_void_p, blocks=c_int, columns=c_int, rows=c_int,
 )  # fmt: skip
 
+ChannelMap: Any = _structure(
+    "ChannelMap",
+    first=c_void_p, second=c_void_p, weight=c_void_p, second_weight=c_void_p,
+    level=c_void_p, addend=c_void_p, mask=c_void_p, out=c_void_p,
+    first_stride=c_int, second_stride=c_int, pixels=c_int,
+)  # fmt: skip
+
 NormPool: Any = _structure(
     "NormPool",
     x=c_void_p, applied=c_void_p, coefficients=c_void_p, out=c_void_p, peak=c_void_p, place=c_void_p,

@@ -17,6 +17,7 @@ import gsanet
 from gsanet.functional.backends import BACKENDS
 from gsanet.functional.fused import calls, compiler, pointwise
 from gsanet.functional.fused.dependent import dependent_launches
+from gsanet.functional.fused.plan import channel_map
 from gsanet.functional.fused.plan.pixel_products import CUTS
 from gsanet.functional.local_ops import local_mix, local_scores, local_spread
 
@@ -118,6 +119,11 @@ def use_every_kernel() -> None:
     for columns, rows, same in CUTS:
         x = torch.zeros(8, columns, dtype=BF16)
         assert calls.pixel_products(x, x if same else torch.zeros(8, rows, dtype=BF16))
+    for first, second, columns in channel_map.CUTS:
+        x, weight, out = (torch.zeros(8, first), torch.zeros(first, columns), torch.zeros(8, columns, dtype=BF16))
+        more = (torch.zeros(8, second, dtype=BF16), torch.zeros(second, columns, dtype=BF16)) if second else ()
+        level, maps = (out[0], {}) if second else (None, {"addend": out, "mask": out})
+        assert calls.map_channels(x.to(BF16), weight.to(BF16), *more, level=level, **maps) is not None
     stem = gsanet.create_model("gsa_resnet50", stem_width=64).stem.to(BF16)
     stem(torch.zeros(1, 3, 16, 16, dtype=BF16).to(memory_format=torch.channels_last)).sum().backward()
     calls.norm_pool(torch.zeros(1, 8, 8, 8, dtype=BF16), None)

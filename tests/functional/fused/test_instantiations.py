@@ -15,7 +15,14 @@ from functional.fused.test_product import SHAPES
 
 import gsanet
 from gsanet.functional.fused.compiler import compile_all, unavailable
-from gsanet.functional.fused.plan import Launch, Machine, plan_pixel_products, plan_product
+from gsanet.functional.fused.plan import (
+    Launch,
+    Machine,
+    channel_map,
+    plan_channel_map,
+    plan_pixel_products,
+    plan_product,
+)
 from gsanet.functional.fused.plan.pixel_products import CUTS
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
@@ -139,6 +146,16 @@ def test_kernels_of_pixel_products_compile_and_fit(architecture):
 
 
 @pytest.mark.parametrize("architecture", MACHINES)
+def test_maps_of_channels_compile_and_fit(architecture):
+    """All that are planned, as they are used: gradients that enter a block, and sums of two products."""
+    machine, plans = MACHINES[architecture], {}
+    for key in channel_map.CUTS:
+        options = {"level": key[1] > 0, "addend": key[1] == 0, "mask": key[1] == 0}
+        plans[plan_channel_map(machine, torch.bfloat16, 2**18, *key, **options)] = None
+    check_that_they_fit(machine, compile_all([plan.kernel for plan in plans], architecture, workers=2), plans)
+
+
+@pytest.mark.parametrize("architecture", MACHINES)
 def test_products_of_one_image_compile_and_fit(architecture):
     """All 1x1 convolutions and projections of GSA-ResNet-50."""
     machine = MACHINES[architecture]
@@ -161,7 +178,7 @@ def check_that_they_fit(machine, binaries, plans):
         # They are given out by eights.
         assert blocks * plan.threads * -(-binary.registers // 8) * 8 <= REGISTERS, plan
         assert plan.shared_bytes + binary.shared <= machine.shared_memory, plan
-        if plan.kernel.entry.startswith(("line", "project", "pixel")):
+        if plan.kernel.entry.startswith(("line", "project", "pixel", "map")):
             # As many blocks as it was compiled for fit at once; each takes a kilobyte more than it asks for.
             assert blocks * (plan.shared_bytes + binary.shared + 1024) <= machine.shared_memory_in_all, plan
         spilled = max(binary.spill_stores, binary.spill_loads)

@@ -25,7 +25,7 @@ from gsanet.functional.fused.calls.norms import (
     norm_pool_sums,
     norm_statistics,
 )
-from gsanet.functional.fused.calls.products import PixelProducts, pixel_products, product
+from gsanet.functional.fused.calls.products import PixelProducts, map_channels, pixel_products, product
 from gsanet.functional.fused.calls.tensors import shape_of, side_by_side
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "context_gradient",
     "context_vectors",
     "empty_context",
+    "map_channels",
     "norm_gradient",
     "norm_pool",
     "norm_pool_gradient",

@@ -1,4 +1,7 @@
-"""Products of few pixels, and of channels over all pixels: `kernels/product.cu` and `pixel_products.cu`."""
+"""Products of few pixels, of each pixel, and of channels over all pixels.
+
+`kernels/product.cu`, `channel_map.cu` and `pixel_products.cu`.
+"""
 
 from typing import NamedTuple
 
@@ -8,7 +11,7 @@ from torch import Tensor
 from gsanet.functional.fused import arguments
 from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.calls.tensors import pointer
-from gsanet.functional.fused.plan import plan_pixel_products, plan_product
+from gsanet.functional.fused.plan import plan_channel_map, plan_pixel_products, plan_product
 
 
 def product(
@@ -82,6 +85,70 @@ def _strides(x: Tensor) -> tuple[int, int, int, int]:
     pixel = x.stride(2) if width > 1 else channels
     line = x.stride(1) if height > 1 else width * pixel
     return x.stride(0) if batch > 1 else height * line, line, pixel, inner
+
+
+def map_channels(
+    first: Tensor,
+    weight: Tensor,
+    second: Tensor | None = None,
+    second_weight: Tensor | None = None,
+    *,
+    level: Tensor | None = None,
+    addend: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor | None:
+    """For each pixel first @ weight + second @ second_weight + level + addend, zero where the mask is not positive.
+
+    Args:
+        first: (pixels, channels), of 16 bits.
+        weight: (channels, columns).
+        second: The same as `first`, perhaps with other channels.
+        second_weight: The same as `weight`.
+        level: (columns).
+        addend: (pixels, columns).
+        mask: (pixels, columns).
+
+    Returns:
+        (pixels, columns), or None where this kernel is not the plan: for channels that are not in `CUTS` of
+        `plan/channel_map.py`, other dtypes, and maps that do not begin at multiples of 16 bytes.
+    """
+    whole = [one for one in (weight, second_weight, level, addend, mask) if one is not None]
+    maps = [first] if second is None else [first, second]
+    tensors = [*whole, *maps]
+    if any(one.data_ptr() % 16 or one.dtype != first.dtype for one in tensors):
+        return None
+    if not all(one.is_contiguous() for one in whole) or any(one.stride(1) != 1 or one.stride(0) % 8 for one in maps):
+        return None
+    (pixels, channels), columns = first.shape, weight.shape[1]
+    plan = plan_channel_map(
+        launching.machine_for(first),
+        first.dtype,
+        pixels,
+        channels,
+        0 if second is None else second.shape[1],
+        columns,
+        level=level is not None,
+        addend=addend is not None,
+        mask=mask is not None,
+    )
+    if plan is None:
+        return None
+    out = first.new_empty(pixels, columns)
+    values = arguments.ChannelMap(
+        first=first.data_ptr(),
+        second=pointer(second),
+        weight=weight.data_ptr(),
+        second_weight=pointer(second_weight),
+        level=pointer(level),
+        addend=pointer(addend),
+        mask=pointer(mask),
+        out=out.data_ptr(),
+        first_stride=first.stride(0),
+        second_stride=0 if second is None else second.stride(0),
+        pixels=pixels,
+    )
+    launching.start(plan, values, first)
+    return out
 
 
 class PixelProducts(NamedTuple):

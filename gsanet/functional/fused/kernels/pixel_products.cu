@@ -9,7 +9,7 @@
 //
 // SYMMETRIC: x is y. What is under the diagonal is left out: blocks are those above and on it, and where one block has all
 // channels (WHOLE) units of warps are too. If it is one unit its two operands are the same registers.
-#include "fragments.cuh"
+#include "pixels.cuh"
 
 using T = SCALAR;
 
@@ -87,24 +87,6 @@ struct Part {
     set = warp / UNITS, unit = place_of_unit(warp % UNITS), share = unit.column % SHARES;
   }
 };
-
-// From global to shared memory in the background: LENGTH pixels of WIDTH channels, of which `count` exist; the others become
-// zeros.
-template <int WIDTH>
-DEVICE void fetch(T* to, const T* from, int stride, int count) {
-  constexpr int PER_ROW = WIDTH / ACCESS, AT_ONCE = THREADS / PER_ROW;  // pixels
-  static_assert(THREADS % PER_ROW == 0, "a thread has the same channels of all its pixels");
-  const int thread = anew(thread_index()), first = thread / PER_ROW, channel = thread % PER_ROW * ACCESS;
-  to += first * (WIDTH + ACCESS) + channel, from += channel;
-  const T* place = from + static_cast<long long>(first) * stride;
-#pragma unroll
-  for (int i = 0; i < (LENGTH + AT_ONCE - 1) / AT_ONCE; ++i) {
-    const int pixel = first + i * AT_ONCE;
-    if ((i + 1) * AT_ONCE <= LENGTH || pixel < LENGTH)
-      copy_async(to + i * AT_ONCE * (WIDTH + ACCESS), pixel < count ? place : from, pixel < count);
-    place += static_cast<long long>(AT_ONCE) * stride;
-  }
-}
 
 // What a warp has: the products of its unit, and sums of its share of the unit's rows. Of rows lane / 4 and lane / 4 + 8 of each
 // 16 a lane has those pixels that it has of the left operand.
@@ -184,10 +166,10 @@ KERNEL(THREADS, BLOCKS) pixel_products(const Arguments arguments) {
     T* const to = shared + stage * STAGE;
     const long long first = exists ? static_cast<long long>(number) * LENGTH : 0;
     const int count = exists ? arguments.pixels - number * LENGTH : 0;
-    fetch<ROWS>(to, arguments.y + first * arguments.y_stride + block.row * ROWS, arguments.y_stride, count);
-    if (!same)
-      fetch<COLUMNS>(to + LENGTH * Y_ROW, arguments.x + first * arguments.x_stride + block.column * COLUMNS, arguments.x_stride,
-                     count);
+    const T* const y = arguments.y + first * arguments.y_stride + block.row * ROWS;
+    const T* const x = arguments.x + first * arguments.x_stride + block.column * COLUMNS;
+    fetch_pixels<THREADS, LENGTH, ROWS, Y_ROW>(to, y, arguments.y_stride, count);
+    if (!same) fetch_pixels<THREADS, LENGTH, COLUMNS, X_ROW>(to + LENGTH * Y_ROW, x, arguments.x_stride, count);
     end_group();
   };
   take_turn();

@@ -3,6 +3,7 @@
 The sizes here are those that the kernels' sources work out for themselves (`kernels/tiles.cuh`, `kernels/scores.cuh`).
 """
 
+from gsanet.functional.fused.plan.channel_map import plan_channel_map
 from gsanet.functional.fused.plan.context import plan_context
 from gsanet.functional.fused.plan.lines import LONGEST, plan_line
 from gsanet.functional.fused.plan.maps import plan_local, plan_norm, plan_pool, plan_sums, plan_table
@@ -20,6 +21,7 @@ __all__ = [
     "Shape",
     "bundle_of",
     "machine_of",
+    "plan_channel_map",
     "plan_context",
     "plan_line",
     "plan_local",
