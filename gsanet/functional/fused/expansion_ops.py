@@ -9,6 +9,8 @@ from gsanet.functional.convolution import fused_convolution_relu
 from gsanet.functional.fused import available, calls
 from gsanet.functional.fused.calls.tensors import pixels, to_map
 
+sums_wanted = False  # whether `sum_of_products` is one kernel where that is planned; read at each call
+
 
 @torch.library.custom_op("gsanet::pixel_products", mutates_args=())
 def pixel_products(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -47,8 +49,13 @@ def sum_of_products(first: Tensor, weight: Tensor, second: Tensor, square: Tenso
         square: (channels, channels).
         level: (channels,).
     """
-    out = torch.addmm(level, pixels(second), square)
-    out.addmm_(pixels(first), weight)  # in place: else it would be copied first
+    rows, others = pixels(first), pixels(second)
+    out = None
+    if sums_wanted and available.runs_on_device(rows):
+        out = calls.map_channels(rows, weight, others, square, level=level)
+    if out is None:
+        out = torch.addmm(level, others, square)
+        out.addmm_(rows, weight)  # in place: else it would be copied first
     return to_map(out, second)
 
 

@@ -154,6 +154,22 @@ def test_products_by_kernels(kernels):
     assert kernels.entries == {"pixel_products", "sum_pixel_products"}
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_sum_of_products_by_kernel(kernels, monkeypatch, on):
+    monkeypatch.setattr(expansion_ops, "sums_wanted", on)
+    first, second = (feature_map(BF16, 2, channels, 5, 4, seed=channels, device=kernels.device) for channels in (256, 64))
+    weight, square, level = (
+        normal(*shape, dtype=BF16, seed=i).to(kernels.device) for i, shape in enumerate([(256, 64), (64, 64), (64,)])
+    )
+    with kernels.running():
+        found = expansion_ops.sum_of_products(first, weight, second, square, level)
+    rows, others = (one.permute(0, 2, 3, 1).double() for one in (first, second))
+    expected = (rows @ weight.double() + others @ square.double() + level.double()).permute(0, 3, 1, 2)
+    assert found.is_contiguous(memory_format=LAST)
+    assert relative_error(found, expected) < (2e-3 if on else 5e-3)  # rounded once, or twice
+    assert kernels.entries == ({"map_channels"} if on else set())
+
+
 # --- Where it is used.
 
 
