@@ -18,6 +18,7 @@ from gsanet.inference.blocks import (
     does_nothing,
     is_pointwise,
 )
+from gsanet.layers.residual_block import CompiledStage
 from gsanet.layers.watched import is_watched
 
 __all__ = ["AttentionBlock", "AttentionBlocks", "fuse_attention_blocks"]
@@ -160,7 +161,7 @@ def fuse_attention_blocks(root: nn.Module) -> None:
     for name, module in reversed(list(root.named_modules(remove_duplicate=False))):
         if type(module) is InferenceBlock and layers_of(module) is not None:
             root.set_submodule(name, made.setdefault(module, AttentionBlock(module)))
-        elif type(module) is nn.Sequential and name and _holds_only_blocks(module):
+        elif type(module) in (nn.Sequential, CompiledStage) and name and _holds_only_blocks(module):
             root.set_submodule(name, made.setdefault(module, _as_blocks(module)))
 
 

@@ -13,7 +13,7 @@ from gsanet.functional.convolution import convolution_relu, pointwise_convolutio
 from gsanet.functional.fused.norms import is_halving, max_pool
 from gsanet.inference.chains import Chains
 from gsanet.layers.block_convolution import PLAIN, settings_of
-from gsanet.layers.residual_block import CompiledBottleneckBlock, CompiledSelfAttnBlock
+from gsanet.layers.residual_block import CompiledBottleneckBlock, CompiledSelfAttnBlock, CompiledStage
 from gsanet.layers.watched import has_hooks
 
 __all__ = ["ConvolutionReLU", "InferenceBlock", "InferenceMaxPool2d", "PointwiseConvolution"]
@@ -123,7 +123,7 @@ LAYOUTS: dict[type[nn.Module], _Layout] = {
 }
 
 # Modules that call their children in order.
-SEQUENCES = (nn.Sequential, ConvNormAct, DownsampleAvg)
+SEQUENCES = (nn.Sequential, CompiledStage, ConvNormAct, DownsampleAvg)
 
 
 class InferenceBlock(nn.Module):

@@ -49,13 +49,21 @@ def takes(x: Tensor, convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> bool:
     if x.numel() // channels_in * channels < LEAST_NUMBERS or channels != norm.num_features:
         return False
     tensors = (convolution.weight, norm.weight, norm.running_mean)
-    return _is_cast(convolution.weight, x) and all(one is None or one.device == x.device for one in tensors)
+    return is_cast(convolution.weight, x) and all(one is None or one.device == x.device for one in tensors)
 
 
 def expand(
-    x: Tensor, convolution: nn.Conv2d, norm: nn.BatchNorm2d, residual: Tensor | None = None, relu: bool = False
+    x: Tensor,
+    convolution: nn.Conv2d,
+    norm: nn.BatchNorm2d,
+    residual: Tensor | None = None,
+    relu: bool = False,
+    masked: bool = False,
 ) -> Tensor:
-    """relu(norm(convolution(x)) + residual), for what `takes` takes; residual and ReLU as they are given."""
+    """relu(norm(convolution(x)) + residual), for what `takes` takes; residual and ReLU as they are given.
+
+    `masked`: the gradient of the output is zero already where the output is, as `entry.py` leaves it.
+    """
     with torch.autocast(x.device.type, enabled=False):
         weight = convolution.weight.flatten(1).float()
         norm_weight, norm_bias = in_float32(norm)
@@ -66,7 +74,7 @@ def expand(
             folded = (weight * scale[:, None]).to(x.dtype)
         return expansion_ops.expansion(
             x, weight, norm_weight, norm_bias, None if residual is None else residual.to(x.dtype),
-            folded, shift.to(x.dtype), found.spread, found.mean_in, scale, inverse, relu,
+            folded, shift.to(x.dtype), found.spread, found.mean_in, scale, inverse, relu, masked,
         )  # fmt: skip
 
 
@@ -80,7 +88,7 @@ def moments(x: Tensor, weight: Tensor, norm_weight: Tensor | None, norm_bias: Te
     return Moments(mean_in, spread, applied_with(weight @ mean_in, variance, norm_weight, norm_bias, epsilon))
 
 
-def _is_cast(weight: Tensor, x: Tensor) -> bool:
+def is_cast(weight: Tensor, x: Tensor) -> bool:
     """Whether a convolution would take a weight in the dtype of x, by itself or by autocast."""
     if weight.dtype == x.dtype:
         return True

@@ -78,6 +78,7 @@ def expansion(
     scale: Tensor,
     inverse: Tensor,
     relu: bool,
+    masked: bool,
 ) -> Tensor:
     """relu(batch norm of x weight^T + residual), from what `expansion.Moments` holds; a map, channels-last.
 
@@ -94,6 +95,7 @@ def expansion(
         scale: The norm's, (channels,), the same.
         inverse: 1 / standard deviation, (channels,), the same.
         relu: Whether there is a ReLU.
+        masked: Whether the output's gradient is zero already where the ReLU is closed.
     """
     if relu and x.is_cuda:
         weight = folded[:, :, None, None]
@@ -111,8 +113,8 @@ def _(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, norm_weight, norm_bias, residual, folded, _, *moments, relu = inputs
-    ctx.save_for_backward(x, weight, folded, *moments, output if relu else None)
+    x, weight, norm_weight, norm_bias, residual, folded, _, *moments, relu, masked = inputs
+    ctx.save_for_backward(x, weight, folded, *moments, output if relu and not masked else None)
     ctx.has = norm_weight is not None, norm_bias is not None, residual is not None
 
 
@@ -134,7 +136,7 @@ def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     level = -(scale * sums / count) @ weight - mean @ square.float()
     d_x = sum_of_products(d_out, folded, x, square, level.to(x.dtype))
     d_norm = d_scale if has_weight else None, sums if has_bias else None
-    return d_x, d_weight, *d_norm, d_out if has_residual else None, *(None,) * 7
+    return d_x, d_weight, *d_norm, d_out if has_residual else None, *(None,) * 8
 
 
 expansion.register_autograd(_gradient, setup_context=_save)

@@ -139,7 +139,7 @@ def test_operators_are_registered_as_they_should_be():
     rows = [normal(16, dtype=FLOAT, seed=seed) for seed in range(5)]
     leaves = [tensor.requires_grad_() for tensor in (x, weight, rows[0], rows[1], y)]
     moments = (weight.detach() * 2, rows[2], weight.detach() * 3, level, rows[3], rows[4])
-    torch.library.opcheck(expansion_ops.expansion, (*leaves, *moments, True))
+    torch.library.opcheck(expansion_ops.expansion, (*leaves, *moments, True, False))
 
 
 def test_products_by_kernels(kernels):
@@ -157,7 +157,9 @@ def test_products_by_kernels(kernels):
 @pytest.mark.parametrize("on", [False, True])
 def test_sum_of_products_by_kernel(kernels, monkeypatch, on):
     monkeypatch.setattr(expansion_ops, "sums_wanted", on)
-    first, second = (feature_map(BF16, 2, channels, 5, 4, seed=channels, device=kernels.device) for channels in (256, 64))
+    first, second = (
+        feature_map(BF16, 2, channels, 5, 4, seed=channels, device=kernels.device) for channels in (256, 64)
+    )
     weight, square, level = (
         normal(*shape, dtype=BF16, seed=i).to(kernels.device) for i, shape in enumerate([(256, 64), (64, 64), (64,)])
     )
