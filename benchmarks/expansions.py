@@ -1,17 +1,23 @@
-"""The ends of residual blocks in training: convolution, norm, sum and ReLU as layers, and without the map between them.
+"""Residual blocks in training: their ends and entries as layers, and with kernels that save maps.
 
     python benchmarks/expansions.py
-    python benchmarks/expansions.py --networks gsa_resnet50 conv_resnet50 --seconds 1
+    python benchmarks/expansions.py --sides expansion sums entries --networks gsa_resnet50 conv_resnet50 --seconds 1
 
 Forward and backward, compiled, in bfloat16 under autocast, as CUDA graphs that are timed in turns in one process: the
-end of a block at the maps of ResNet-50's four groups and of 64x64 images, then a training step of each network, with
-`gsanet.functional.fused.expansion` on and off. It says how far apart the gradients of the weight are, and for networks
-the loss. `MOST_CHANNELS_IN` and `LEAST_NUMBERS` there are where to write down what is faster. Needs a GPU.
+end of a block at the maps of ResNet-50's four groups and of 64x64 images, two blocks of each of its first three groups,
+then a training step of each network. Sides are `layers`; `expansion`, without the map between the last convolution and
+its norm (`gsanet.functional.fused.expansion`); `sums`, with the sum of two products in its gradient as one kernel; and
+`entries`, where the mask and the sum of a block's gradient are part of the next block's (`entry.py`). It says how far
+apart the gradients of a weight are, and for networks the loss, from the first side. `MOST_CHANNELS_IN` and
+`LEAST_NUMBERS` of `expansion.py`, and `CUTS` of `plan/channel_map.py`, are where to write down what is faster. Needs a
+GPU.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -22,15 +28,41 @@ from torch import Tensor, nn
 
 import gsanet
 from gsanet.bench import TrainingStep, environment
-from gsanet.functional.fused import expansion
+from gsanet.functional.fused import entry, expansion, expansion_ops
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 
-SIDES = {"layers": False, "expansion": True}
+
+class Side(NamedTuple):
+    """What is on."""
+
+    expansion: bool
+    sums: bool = False
+    entries: bool = False
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """While something is compiled and captured."""
+        with (
+            mock.patch.object(expansion, "wanted", self.expansion),
+            mock.patch.object(expansion_ops, "sums_wanted", self.sums),
+            mock.patch.object(entry, "wanted", self.entries),
+        ):
+            yield
+
+
+SIDES = {
+    "layers": Side(False),
+    "expansion": Side(True),
+    "sums": Side(True, sums=True),
+    "entries": Side(True, sums=True, entries=True),
+}
 # (batch, height and width, channels in, channels).
 ENDS = [
     (256, 56, 64, 256), (256, 28, 128, 512), (256, 28, 256, 512), (256, 14, 256, 1024), (256, 7, 512, 2048),
     (512, 32, 64, 256), (512, 16, 128, 512), (512, 8, 256, 1024),
 ]  # fmt: skip
+# (batch, height and width, group of ResNet-50).
+GROUPS = [(256, 56, 0), (256, 28, 1), (256, 14, 2)]
 
 
 class End(nn.Module):
@@ -53,10 +85,10 @@ class End(nn.Module):
 class EndStep:
     """Forward and backward of an `End`."""
 
-    def __init__(self, shape: tuple[int, int, int, int], setting: Setting, expands: bool):
+    def __init__(self, shape: tuple[int, int, int, int], setting: Setting, side: Side):
         batch, size, channels_in, channels = shape
         torch.manual_seed(0)
-        end = End(channels_in, channels, expands).to(setting.device).to(memory_format=torch.channels_last)
+        end = End(channels_in, channels, side.expansion).to(setting.device).to(memory_format=torch.channels_last)
         self.end, self.setting = compiled(end, setting), setting
         x, self.d_out, residual = (
             torch.randn(batch, one, size, size, device=setting.device, dtype=setting.dtype).to(
@@ -75,10 +107,37 @@ class EndStep:
         self.d_weight = torch.autograd.grad(out, leaves, self.d_out)[2]
 
 
+class BlocksStep:
+    """Forward and backward of the second and third block of a group."""
+
+    def __init__(self, shape: tuple[int, int, int], setting: Setting, _: Side):
+        batch, size, group = shape
+        torch.manual_seed(0)
+        groups: Any = gsanet.create_model("conv_resnet50", zero_init_last=False).stages
+        blocks = groups[group][1:3]
+        channels = blocks[0].conv1_1x1.conv.in_channels
+        self.blocks = compiled(blocks.to(setting.device).to(memory_format=torch.channels_last), setting)
+        self.setting = setting
+        self.x, self.d_out = (
+            torch.randn(batch, channels, size, size, device=setting.device, dtype=setting.dtype).to(
+                memory_format=torch.channels_last
+            )
+            for _ in range(2)
+        )
+        self.x = self.x.relu().requires_grad_()
+        self.d_weight = torch.empty(0)
+
+    def __call__(self) -> None:
+        """One step."""
+        with torch.autocast(self.setting.device, self.setting.dtype):
+            out = self.blocks(self.x)
+        self.d_weight = torch.autograd.grad(out, [self.x, *self.blocks.parameters()], self.d_out)[1]
+
+
 class NetworkStep(TrainingStep):
     """A step that keeps its loss."""
 
-    def __init__(self, name: str, setting: Setting, _: bool):
+    def __init__(self, name: str, setting: Setting, _: Side):
         torch.manual_seed(0)
         model = gsanet.create_model(name, img_size=setting.img_size).to(setting.device)
         model = compiled(model.to(memory_format=torch.channels_last), setting)
@@ -91,34 +150,40 @@ class NetworkStep(TrainingStep):
         return self.loss
 
 
-def compare(what: str, make: Callable[[bool], Callable[[], None]], seen: str, setting: Setting) -> None:
-    """Print the times of both sides, and how far apart one of their results is."""
+def compare(
+    what: str, make: Callable[[Side], Callable[[], None]], seen: str, setting: Setting, sides: Sequence[str]
+) -> None:
+    """Print the times of all sides, and how far apart one of their results is from the first one's."""
     steps: dict[str, Callable[[], None]] = {}
 
     def modes(side: str) -> Modes:
-        with mock.patch.object(expansion, "wanted", SIDES[side]):
+        with SIDES[side].on():
             steps[side] = make(SIDES[side])
             graph = Graphed(steps[side])
             graph()  # captured: what is wanted is not asked again
         return {"CUDA graph": graph}
 
-    found = measure({side: partial(modes, side) for side in SIDES}, setting, repeats=3)
-    times = ", ".join(f"{side} {1e3 * time:.0f}" for side, time in found.times.items())
+    found = measure({side: partial(modes, side) for side in sides}, setting, repeats=3)
+    results = {side: getattr(steps[side], seen).detach().float() for side in found.times}
+    texts = []
+    for side, time in found.times.items():
+        text = f"{side} {1e3 * time:.0f}"
+        if sides[0] in results and side != sides[0]:
+            apart = ((results[side] - results[sides[0]]).norm() / results[sides[0]].norm()).item()
+            text += f" ({found.times[sides[0]] / time:.2f} times as fast, {seen} apart by {apart:.1e})"
+        texts.append(text)
     errors = "".join(f"; {side}: {error}" for side, error in found.errors.items())
-    apart = ""
-    if not found.errors:
-        usual, own = (getattr(steps[side], seen).detach().float() for side in SIDES)
-        ratio = found.times["layers"] / found.times["expansion"]
-        apart = f"; {ratio:.2f} times as fast; {seen} apart by {((own - usual).norm() / usual.norm()).item():.1e}"
-    print(f"{what}: {times} us{apart}{errors}", flush=True)
+    print(f"{what}: {', '.join(texts)} us{errors}", flush=True)
     steps.clear()
     forget()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare ends of blocks, and networks."""
+    """Compare ends of blocks, blocks, and networks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="*", default=["gsa_resnet50"], help="names; none for the ends alone")
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES, help="all by default")
+    parser.add_argument("--parts", nargs="*", default=["ends", "blocks"], choices=["ends", "blocks"])
+    parser.add_argument("--networks", nargs="*", default=["gsa_resnet50"], help="names; none for the parts alone")
     parser.add_argument("--batch", type=int, default=256, help="of the networks")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each side")
     options = parser.parse_args(arguments)
@@ -126,12 +191,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("compiled blocks are compared on a GPU")
     setting = Setting("cuda", torch.bfloat16, options.batch, options.seconds, True)
     print(", ".join(f"{name} {value}" for name, value in environment("cuda").items()))
-    for shape in ENDS:
+    of_ends = [side for side in options.sides if not SIDES[side].entries]
+    for shape in ENDS if "ends" in options.parts and of_ends else ():
         batch, size, channels_in, channels = shape
         what = f"{size}x{size}, {channels_in} to {channels} channels, batch {batch}"
-        compare(what, partial(EndStep, shape, setting), "d_weight", setting)
+        compare(what, partial(EndStep, shape, setting), "d_weight", setting, of_ends)
+    for group in GROUPS if "blocks" in options.parts else ():
+        what = f"two blocks at {group[1]}x{group[1]}, batch {group[0]}"
+        compare(what, partial(BlocksStep, group, setting), "d_weight", setting, options.sides)
     for name in options.networks:
-        compare(f"{name}, batch {options.batch}", partial(NetworkStep, name, setting), "loss", setting)
+        what = f"{name}, batch {options.batch}"
+        compare(what, partial(NetworkStep, name, setting), "loss", setting, options.sides)
 
 
 if __name__ == "__main__":

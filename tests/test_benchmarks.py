@@ -2,6 +2,7 @@ import importlib.util
 import io
 import itertools
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -524,14 +525,19 @@ def test_a_graph_does_what_its_run_does():
 def test_ends_of_blocks_are_compared(monkeypatch, capsys):
     monkeypatch.setattr(expansions, "Graphed", lambda run: run)
     setting = replace(TINY, dtype=torch.bfloat16)
-    expansions.compare("an end", partial(expansions.EndStep, (2, 6, 8, 32), setting), "d_weight", setting)
+    sides = ["layers", "expansion"]
+    expansions.compare("an end", partial(expansions.EndStep, (2, 6, 8, 32), setting), "d_weight", setting, sides)
+    # What is not compiled is the same on all sides.
+    blocks = partial(expansions.BlocksStep, (1, 4, 0), setting)
+    expansions.compare("blocks", blocks, "d_weight", setting, ["expansion", "sums", "entries"])
     network = partial(expansions.NetworkStep, "conv_resnet26", setting)
-    expansions.compare("a network", network, "loss", setting)
-    end, whole = capsys.readouterr().out.splitlines()
+    expansions.compare("a network", network, "loss", setting, sides)
+    end, both, whole = capsys.readouterr().out.splitlines()
     assert end.startswith("an end: layers ")
-    assert all(words in end for words in (", expansion ", "times as fast; d_weight apart by "))
-    assert 0 < float(end.rpartition(" ")[2]) < 0.05
-    assert whole.endswith("loss apart by 0.0e+00")  # a network that is not compiled is the same on both sides
+    assert all(words in end for words in (", expansion ", "times as fast, d_weight apart by "))
+    assert 0 < float(re.search(r"apart by ([^)]+)\)", end)[1]) < 0.05
+    assert both.count("d_weight apart by 0.0e+00") == 2
+    assert "loss apart by 0.0e+00" in whole
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
