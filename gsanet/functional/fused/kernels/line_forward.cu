@@ -4,6 +4,7 @@
 // attention may be added (CONTENT: q times the image's context vectors), 2 x 2 pixels averaged (POOL), a scale, a shift
 // and a ReLU applied (FINISH), and each channel's sum and sum of squares taken (STATISTICS). EARLY_TABLE: the embeddings were
 // there before the kernel before this one began, and are read while that one still runs.
+constexpr bool ADD_SCORES = POOL;
 #include "scores.cuh"
 
 constexpr int VALUE_WIDTH = padded(VALUE);
@@ -34,11 +35,13 @@ constexpr int OWN_PAIRS = (PAIRS + WARPS - 1) / WARPS;
 constexpr int VALUE_TILES = VALUE_WIDTH / 8;
 constexpr int VALUE_STEPS = SCORE_COLUMNS / ALONG;
 using Sums = float[OWN_PAIRS][VALUE_TILES][4];
+constexpr int LAST = TOGETHER == 1 ? END : PLACES;  // rows of the output from here on are not stored
 
 // Whole lines are unrolled, and what serves all pixels of a line stays in registers where it fits. Of bundles nothing serves
 // twice.
 constexpr bool WHOLE_LINES = LENGTH <= BAND && WARPS % 8 == 0 && !BUNDLED;
-constexpr bool WINDOWS_IN_REGISTERS = WHOLE_LINES && WINDOW_REGISTERS <= 28;
+// With two pixels together a line has half as many steps that its values would serve, and twice as many windows.
+constexpr bool VALUES_IN_REGISTERS = WHOLE_LINES && TOGETHER == 1;
 
 struct Values {
   Right<T, ALONG> right[VALUE_STEPS][VALUE_TILES];
@@ -49,6 +52,10 @@ struct Context {
 };
 constexpr bool CONTEXT_IN_REGISTERS = CONTENT && sizeof(Context) <= 16;
 
+constexpr int CONTEXT_REGISTERS = CONTENT ? sizeof(Context) / 4 * (CONTEXT_IN_REGISTERS ? OWN_PAIRS : 1) : 0;
+constexpr int SPARE_REGISTERS = 65536 / (THREADS * BLOCKS) - 24 - static_cast<int>(sizeof(Sums)) / 4 - CONTEXT_REGISTERS;
+constexpr bool WINDOWS_IN_REGISTERS = WHOLE_LINES && WINDOW_REGISTERS <= (TOGETHER == 1 ? 28 : SPARE_REGISTERS);
+
 DEVICE void load_context(Context& context, const T* vectors) {
 #pragma unroll
   for (int step = 0; step < QUERY_STEPS; ++step)
@@ -57,14 +64,30 @@ DEVICE void load_context(Context& context, const T* vectors) {
       context.right[step][tile] = load_right_packed<T, QUERY_DEPTH>(vectors, tile * QUERY_STEPS + step);
 }
 
-// Adds q times the context vectors of a pair's image and head, for 16 pixels from x on.
+// Up to eight places have their first pixels in the upper eight rows of a product and their second ones in the lower eight.
+constexpr bool FOLDED = TOGETHER == 2 && PLACES <= 8;
+constexpr int CONTENT_PARTS = FOLDED ? 1 : TOGETHER;
+
+// One of the pixels of a place, from x on, that is in a row of a product. Of eight places in a row four give the first one
+// first, the others the second: these eight do not meet in one bank. Past the line it is some pixel.
+DEVICE int pixel_in_row(int x, int row, int part) {
+  if constexpr (TOGETHER == 1) return x + row;
+  const int place = FOLDED ? row % 8 : x + row;
+  const int pixel = 2 * place + ((FOLDED ? row / 8 : part) ^ (place / 4 % 2));
+  return CONTENT_PARTS * round_up(PLACES, 16) <= LINE_ROWS || pixel < LENGTH ? pixel : LENGTH - 1;
+}
+
+// Adds q times the context vectors of a pair's image and head, for 16 places from x on.
 DEVICE void add_content(float (&sums)[VALUE_TILES][4], QueryTile queries, int pair, int x, const Context& context) {
 #pragma unroll
-  for (int step = 0; step < QUERY_STEPS; ++step) {
-    const auto query = load_left<T, QUERY_DEPTH>([&](int row) { return queries.of_pair(pair, x + row) + step * QUERY_DEPTH; });
+  for (int part = 0; part < CONTENT_PARTS; ++part)
 #pragma unroll
-    for (int tile = 0; tile < VALUE_TILES; ++tile) multiply(sums[tile], query, context.right[step][tile]);
-  }
+    for (int step = 0; step < QUERY_STEPS; ++step) {
+      const auto query = load_left<T, QUERY_DEPTH>(
+          [&](int row) { return queries.of_pair(pair, pixel_in_row(x, row, part)) + step * QUERY_DEPTH; });
+#pragma unroll
+      for (int tile = 0; tile < VALUE_TILES; ++tile) multiply(sums[tile], query, context.right[step][tile]);
+    }
 }
 
 // The values of the ATTENDED pixels of a pair from `begin` on.
@@ -81,7 +104,7 @@ DEVICE void load_values(Values& own, ValueTile values, int pair, int begin) {
   }
 }
 
-// Adds S V for 16 attending pixels of a pair.
+// Adds S V for 16 attending places of a pair.
 DEVICE void add_positional(float (&sums)[VALUE_TILES][4], T* scores, const Values& values, int pair, int begin) {
 #pragma unroll
   for (int i = 0; i < VALUE_STEPS; ++i) {
@@ -92,7 +115,20 @@ DEVICE void add_positional(float (&sums)[VALUE_TILES][4], T* scores, const Value
   }
 }
 
-// The output of 16 pixels from x on takes the place of their queries, after content attention is added.
+// The same with the context vectors in registers or not.
+DEVICE void add_content(float (&sums)[VALUE_TILES][4], QueryTile queries, int pair, int x, const Lines& lines,
+                        const Arguments& arguments, const Context& context) {
+  if constexpr (CONTEXT_IN_REGISTERS) {
+    add_content(sums, queries, pair, x, context);
+  } else {
+    Context loaded;
+    load_context(loaded, arguments.context + lines.image_head(pair, arguments.heads) * VALUE_WIDTH * QUERY_WIDTH);
+    add_content(sums, queries, pair, x, loaded);
+  }
+}
+
+// The output of 16 places from x on. It goes where the queries of as many pixels were, which nobody needs any more but for
+// content attention, which is added first; of two pixels together it is the mean.
 DEVICE void store_output(Sums& sums, QueryTile queries, int x, const Lines& lines, const Arguments& arguments,
                          const Context (&contexts)[OWN_PAIRS]) {
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
@@ -101,58 +137,72 @@ DEVICE void store_output(Sums& sums, QueryTile queries, int x, const Lines& line
     const int pair = warp_index() + own * WARPS;
     if (pair >= PAIRS) break;
     if constexpr (CONTENT) {
-      if constexpr (CONTEXT_IN_REGISTERS) {
-        add_content(sums[own], queries, pair, x, contexts[own]);
-      } else {
-        Context context;
-        load_context(context, arguments.context + lines.image_head(pair, arguments.heads) * VALUE_WIDTH * QUERY_WIDTH);
-        add_content(sums[own], queries, pair, x, context);
-      }
+      if constexpr (!FOLDED) add_content(sums[own], queries, pair, x, lines, arguments, contexts[own]);
       warp_barrier();
     }
 #pragma unroll
     for (int tile = 0; tile < VALUE_TILES; ++tile) {
       const int channel = tile * 8 + column;
-      if (x + row < END && is_pixel(x + row))
-        store_two(queries.of_pair(pair, x + row) + channel, sums[own][tile][0], sums[own][tile][1]);
-      if (x + row + 8 < END && is_pixel(x + row + 8))
-        store_two(queries.of_pair(pair, x + row + 8) + channel, sums[own][tile][2], sums[own][tile][3]);
+      auto& out = sums[own][tile];
+      if constexpr (TOGETHER == 2)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[i] *= 0.5f;
+      if (x + row < LAST && is_pixel(x + row)) store_two(queries.of_pair(pair, x + row) + channel, out[0], out[1]);
+      if (x + row + 8 < LAST && is_pixel(x + row + 8))
+        store_two(queries.of_pair(pair, x + row + 8) + channel, out[2], out[3]);
     }
   }
 }
 
-// The pixels from X0 on of lines that fit into one band.
+// The places from X0 on of lines that fit into one band.
 template <int X0>
-DEVICE void attend(QueryTile queries, const Values (&values)[OWN_PAIRS], T* scores, const T* table, const Windows& windows,
-                   const Lines& lines, const Arguments& arguments, const Context (&contexts)[OWN_PAIRS]) {
+DEVICE void attend(QueryTile queries, ValueTile values, const Values (&own_values)[OWN_PAIRS], T* scores, const T* table,
+                   const Windows& windows, const Lines& lines, const Arguments& arguments,
+                   const Context (&contexts)[OWN_PAIRS]) {
   const int warp = warp_index();
   if constexpr (WINDOWS_IN_REGISTERS) {
-    if (X0 + warp < LENGTH) score_pixel<X0 / 8>(scores, warp, queries, X0 + warp, windows);
+    constexpr int EIGHT = X0 * TOGETHER / 8;
+    if (X0 + warp < PLACES) score_place<EIGHT>(scores, warp, queries, X0 + warp, windows);
     if constexpr (WARPS == 8)
-      if (X0 + 8 + warp < LENGTH) score_pixel<X0 / 8 + 1>(scores, warp + 8, queries, X0 + 8 + warp, windows);
+      if (X0 + 8 + warp < PLACES) score_place<EIGHT + TOGETHER>(scores, warp + 8, queries, X0 + 8 + warp, windows);
   } else {
-    for (int slot = warp; slot < 16; slot += WARPS)
-      if (X0 + slot < LENGTH) score_pixel(scores, slot, queries, X0 + slot, table, 0);
+    constexpr int SCORED = TOGETHER == 2 && PLACES - X0 < 16 ? PLACES - X0 : 16;
+    for (int slot = warp; slot < SCORED; slot += WARPS)
+      if (X0 + slot < PLACES) score_place(scores, slot, queries, X0 + slot, table, 0);
   }
   block_barrier();
   Sums sums = {};
 #pragma unroll
   for (int own = 0; own < OWN_PAIRS; ++own)
-    if (warp + own * WARPS < PAIRS) add_positional(sums[own], scores, values[own], warp + own * WARPS, 0);
+    if (const int pair = warp + own * WARPS; pair < PAIRS) {
+      if constexpr (CONTENT && FOLDED) {
+        add_content(sums[own], queries, pair, X0, lines, arguments, contexts[own]);
+#pragma unroll
+        for (auto& out : sums[own]) out[0] += out[2], out[1] += out[3];
+      }
+      if constexpr (VALUES_IN_REGISTERS) {
+        add_positional(sums[own], scores, own_values[own], pair, 0);
+      } else {
+        Values right;
+        load_values(right, values, pair, 0);
+        add_positional(sums[own], scores, right, pair, 0);
+      }
+    }
   block_barrier();
   store_output(sums, queries, X0, lines, arguments, contexts);
-  if constexpr (X0 + 16 < LENGTH) attend<X0 + 16>(queries, values, scores, table, windows, lines, arguments, contexts);
+  if constexpr (X0 + 16 < PLACES)
+    attend<X0 + 16>(queries, values, own_values, scores, table, windows, lines, arguments, contexts);
 }
 
 // The same for longer lines, and for bundles.
 DEVICE void attend_long(QueryTile queries, ValueTile values, T* scores, const T* table, const Lines& lines,
                         const Arguments& arguments, const Context (&contexts)[OWN_PAIRS]) {
   const int warp = warp_index();
-  for (int x0 = 0; x0 < LENGTH; x0 += 16) {
+  for (int x0 = 0; x0 < PLACES; x0 += 16) {
     Sums sums = {};
     for (int band = 0; band < LENGTH; band += BAND) {
       for (int slot = warp; slot < SLOTS; slot += WARPS)
-        if (x0 + slot < END && is_pixel(x0 + slot)) score_pixel(scores, slot, queries, x0 + slot, table, band);
+        if (x0 + slot < LAST && is_pixel(x0 + slot)) score_place(scores, slot, queries, x0 + slot, table, band);
       block_barrier();
 #pragma unroll
       for (int own = 0; own < OWN_PAIRS; ++own)
@@ -167,24 +217,27 @@ DEVICE void attend_long(QueryTile queries, ValueTile values, T* scores, const T*
   }
 }
 
-// The mean of 2 x 2 pixels.
+// The mean of 2 x 2 pixels, or of two lines of means of two.
 template <class Change>
 DEVICE void copy_out_pooled(const Map& map, const Lines& lines, QueryTile tile, Change change) {
+  constexpr int ALONG_LINE = 2 / TOGETHER, COUNT = 2 * ALONG_LINE;
   const Lines pooled = lines.pooled();
-  Accesses<VALUE>::visit([&](int head, int channel) {
+  Accesses<VALUE, LINES / 2, LENGTH / 2>::visit([&](int head, int channel) {
     auto changes = change(head, channel);
     return Moves{[](int, int) { return Nothing{}; },
                  [=, &map, &pooled, &lines](Nothing, int slot, int pixel) {
-                   if (slot % 2 || pixel % 2 || !lines.exists(slot)) return;
+                   if (!lines.exists(2 * slot)) return;
                    float mean[ACCESS] = {};
-                   for (int corner = 0; corner < 4; ++corner) {
-                     float values[ACCESS];
-                     to_floats(values, read_access(tile.at(slot + corner / 2, pixel + corner % 2, head) + channel));
 #pragma unroll
-                     for (int i = 0; i < ACCESS; ++i) mean[i] += 0.25f * values[i];
+                   for (int i = 0; i < COUNT; ++i) {
+                     float values[ACCESS];
+                     to_floats(values, read_access(tile.at(2 * slot + i / ALONG_LINE, ALONG_LINE * pixel + i % ALONG_LINE, head) +
+                                                   channel));
+#pragma unroll
+                     for (int j = 0; j < ACCESS; ++j) mean[j] += values[j] * (1.f / COUNT);
                    }
                    changes.write(mean, Nothing{}, slot, pixel);
-                   write_access(pooled.start(map, slot / 2, pixel / 2, VALUE) + head * VALUE + channel, mean);
+                   write_access(pooled.start(map, slot, pixel, VALUE) + head * VALUE + channel, mean);
                  }};
   });
 }
@@ -260,10 +313,11 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
 
     if constexpr (WHOLE_LINES) {
       Values own_values[OWN_PAIRS];
+      if constexpr (VALUES_IN_REGISTERS)
 #pragma unroll
-      for (int own = 0; own < OWN_PAIRS; ++own)
-        if (warp + own * WARPS < PAIRS) load_values(own_values[own], values, warp + own * WARPS, 0);
-      attend<0>(queries, own_values, scores, table, windows, lines, arguments, contexts);
+        for (int own = 0; own < OWN_PAIRS; ++own)
+          if (warp + own * WARPS < PAIRS) load_values(own_values[own], values, warp + own * WARPS, 0);
+      attend<0>(queries, values, own_values, scores, table, windows, lines, arguments, contexts);
     } else {
       attend_long(queries, values, scores, table, lines, arguments, contexts);
     }

@@ -14,6 +14,7 @@
 // (CONTENT_KEYS); the only kernel of a module with one axis takes both. ACCUMULATE adds to the dQ that is there already;
 // STATISTICS sums dV and dV times the normalised values for each channel: the gradients of the batch norm's weight and bias.
 #pragma once
+constexpr bool ADD_SCORES = false;
 #include "scores.cuh"
 
 static_assert(LENGTH <= BAND, "all scores of 16 pixels are held at once");
@@ -224,13 +225,13 @@ DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_
   const int warp = warp_index();
   // Past the end of the line too: queries are zero there, and scores must be.
   if constexpr (WINDOWS_IN_REGISTERS) {
-    if (warp < SLOTS) score_pixel<X0 / 8>(scores, warp, tiles.queries, X0 + warp, windows);
+    if (warp < SLOTS) score_place<X0 / 8>(scores, warp, tiles.queries, X0 + warp, windows);
     if constexpr (WARPS == 8 && SLOTS > 8)
-      score_pixel<X0 / 8 + 1>(scores, warp + 8, tiles.queries, X0 + 8 + warp, windows);
+      score_place<X0 / 8 + 1>(scores, warp + 8, tiles.queries, X0 + 8 + warp, windows);
   } else {
 #pragma unroll
     for (int slot = 0; slot < SLOTS; slot += WARPS)
-      if (MIXED_PIXELS || slot + warp < SLOTS) score_pixel(scores, slot + warp, tiles.queries, X0 + slot + warp, table, 0);
+      if (MIXED_PIXELS || slot + warp < SLOTS) score_place(scores, slot + warp, tiles.queries, X0 + slot + warp, table, 0);
   }
   block_barrier();
 #pragma unroll

@@ -7,10 +7,17 @@
 //
 // Of bundles (tiles.cuh) x and i are rows: 16 x 16 scores, those between different lines zero, as nobody ever writes there.
 // One product is for two rows x, eight apart: they have the same window, which is of eight rows i whatever the length.
+//
+// Where outputs are averaged two and two (ADD_SCORES), scores of two neighbours are added up before they meet the values:
+// S_x V + S_{x+1} V = (S_x + S_{x+1}) V. What follows calls both together one attending place; only bundles have pixels there.
 #pragma once
 #include "tiles.cuh"
 
 static_assert(LENGTH > 8 || BUNDLED, "a block has more than one short line");
+
+constexpr int TOGETHER = ADD_SCORES && !BUNDLED ? 2 : 1;  // attending pixels whose scores are added up
+constexpr int PLACES = LENGTH / TOGETHER;           // attending places of a line
+static_assert(PLACES * TOGETHER == LENGTH, "pixels are averaged two and two");
 
 constexpr int QUERY_WIDTH = padded(KEY);
 constexpr int ATTENDED = LENGTH < BAND ? LENGTH : BAND;  // pixels i that are held at a time: BAND of them, or all
@@ -48,25 +55,28 @@ constexpr int QUERY_DEPTH = depth_of<T>(QUERY_WIDTH), QUERY_STEPS = QUERY_WIDTH 
 constexpr int EIGHTS = (LENGTH + 7) / 8;      // groups of eight pixels on a line
 constexpr int TABLE_EIGHTS = 2 * EIGHTS - 1;  // groups of eight offsets that a warp meets
 
-// A warp owns the attending pixels x with x % WARPS = its number, and WARPS is a multiple of 8. From one of them to the
-// next the window moves by whole groups of eight rows, so a warp meets TABLE_EIGHTS such groups and no others: they stay
-// in registers over all lines. Group e holds the offsets 8 (e - EIGHTS + 1) - warp and the seven after it.
+// A warp owns the attending places x with x % WARPS = its number, and WARPS is a multiple of 8. From one of them to the
+// next the window moves by whole groups of eight rows, so a warp meets TABLE_EIGHTS such groups, of each of the pixels of a
+// place, and no others: they stay in registers over all lines. Group e holds the offsets 8 (e - EIGHTS + 1) - warp and the
+// seven after it; of two pixels together, 2 warp and 2 warp + 1 are in the place of warp.
 struct Windows {
-  Right<T, QUERY_DEPTH> right[TABLE_EIGHTS][QUERY_STEPS];
+  Right<T, QUERY_DEPTH> right[TOGETHER][TABLE_EIGHTS][QUERY_STEPS];
 
   DEVICE void load(const T* table) {
 #pragma unroll
-    for (int eight = 0; eight < TABLE_EIGHTS; ++eight)
+    for (int part = 0; part < TOGETHER; ++part)
 #pragma unroll
-      for (int step = 0; step < QUERY_STEPS; ++step)
-        right[eight][step] = load_right<T, QUERY_DEPTH>([&](int row) {
-          const int offset = 8 * (eight - EIGHTS + 1) + row - warp_index() + LENGTH - 1;
-          return table + (offset > 0 ? offset : 0) * TABLE_STRIDE + step * QUERY_DEPTH;  // below: of no pixel
-        });
+      for (int eight = 0; eight < TABLE_EIGHTS; ++eight)
+#pragma unroll
+        for (int step = 0; step < QUERY_STEPS; ++step)
+          right[part][eight][step] = load_right<T, QUERY_DEPTH>([&](int row) {
+            const int offset = 8 * (eight - EIGHTS + 1) + row - (TOGETHER * warp_index() + part) + LENGTH - 1;
+            return table + (offset > 0 ? offset : 0) * TABLE_STRIDE + step * QUERY_DEPTH;  // below: of no pixel
+          });
   }
 };
 
-constexpr int WINDOW_REGISTERS = TABLE_EIGHTS * QUERY_STEPS * static_cast<int>(sizeof(Right<T, QUERY_DEPTH>)) / 4;
+constexpr int WINDOW_REGISTERS = static_cast<int>(sizeof(Windows)) / 4;
 
 // What the 16 members of a product are: pairs, or eight pairs of bundles at one row and again eight rows further on.
 DEVICE int pair_of(int member) { return BUNDLED ? member % 8 : member; }
@@ -101,33 +111,39 @@ DEVICE void store_scores(T* scores, int slot, const float (&sums)[SCORE_TILES][4
   }
 }
 
-// The scores of pixel x with the ATTENDED pixels from `begin` on, for all pairs, by one warp.
+// The scores of place x with the ATTENDED pixels from `begin` on, for all pairs, by one warp.
 template <class QueryTile>
-DEVICE void score_pixel(T* scores, int slot, QueryTile queries, int x, const T* table, int begin) {
-  Left<T, QUERY_DEPTH> query[QUERY_STEPS];
-  load_queries(query, queries, x);
-  const T* window = window_of(table, x) + begin * TABLE_STRIDE;
+DEVICE void score_place(T* scores, int slot, QueryTile queries, int x, const T* table, int begin) {
   float sums[SCORE_TILES][4] = {};
 #pragma unroll
-  for (int step = 0; step < QUERY_STEPS; ++step) {
-    Right<T, QUERY_DEPTH> right[SCORE_TILES];
-    load_right(right, [&](int i) { return window + i * TABLE_STRIDE + step * QUERY_DEPTH; });
+  for (int part = 0; part < TOGETHER; ++part) {
+    Left<T, QUERY_DEPTH> query[QUERY_STEPS];
+    load_queries(query, queries, TOGETHER * x + part);
+    const T* window = window_of(table, TOGETHER * x + part) + begin * TABLE_STRIDE;
 #pragma unroll
-    for (int tile = 0; tile < SCORE_TILES; ++tile) multiply(sums[tile], query[step], right[tile]);
+    for (int step = 0; step < QUERY_STEPS; ++step) {
+      Right<T, QUERY_DEPTH> right[SCORE_TILES];
+      load_right(right, [&](int i) { return window + i * TABLE_STRIDE + step * QUERY_DEPTH; });
+#pragma unroll
+      for (int tile = 0; tile < SCORE_TILES; ++tile) multiply(sums[tile], query[step], right[tile]);
+    }
   }
   store_scores(scores, slot, sums);
 }
 
-// The same for the whole line, with the windows in registers; EIGHT is x / 8, less the warp's own share.
+// The same for the whole line, with the windows in registers; EIGHT is the first pixel's x / 8, less the warp's own share.
 template <int EIGHT, class QueryTile>
-DEVICE void score_pixel(T* scores, int slot, QueryTile queries, int x, const Windows& windows) {
-  Left<T, QUERY_DEPTH> query[QUERY_STEPS];
-  load_queries(query, queries, x);
+DEVICE void score_place(T* scores, int slot, QueryTile queries, int x, const Windows& windows) {
   float sums[SCORE_TILES][4] = {};
 #pragma unroll
-  for (int step = 0; step < QUERY_STEPS; ++step)
+  for (int part = 0; part < TOGETHER; ++part) {
+    Left<T, QUERY_DEPTH> query[QUERY_STEPS];
+    load_queries(query, queries, TOGETHER * x + part);
 #pragma unroll
-    for (int tile = 0; tile < SCORE_TILES; ++tile)
-      if constexpr (EIGHT < EIGHTS) multiply(sums[tile], query[step], windows.right[tile - EIGHT + EIGHTS - 1][step]);
+    for (int step = 0; step < QUERY_STEPS; ++step)
+#pragma unroll
+      for (int tile = 0; tile < SCORE_TILES; ++tile)
+        if constexpr (EIGHT < EIGHTS) multiply(sums[tile], query[step], windows.right[part][tile - EIGHT + EIGHTS - 1][step]);
+  }
   store_scores(scores, slot, sums);
 }

@@ -264,12 +264,13 @@ template <class Read, class Write>
 Moves(Read, Write) -> Moves<Read, Write>;
 
 // How the threads share the pixels of a tile: each has its own channels, and neighbours move neighbouring channels.
-template <int WIDTH>
+template <int WIDTH, int SLOT_COUNT = LINES, int PIXEL_COUNT = LENGTH>
 struct Accesses {
   static constexpr int PER_HEAD = WIDTH / ACCESS;
   static constexpr int PER_PIXEL = HEADS * PER_HEAD;
   static constexpr int PIXELS = PER_PIXEL < THREADS ? THREADS / PER_PIXEL : 1;  // moved at once
-  static constexpr int ROUNDS = (LINES * LENGTH + PIXELS - 1) / PIXELS;
+  static constexpr int COUNT = SLOT_COUNT * PIXEL_COUNT;
+  static constexpr int ROUNDS = (COUNT + PIXELS - 1) / PIXELS;
 
   // begin(head, channel) gives Moves: read(slot, pixel), and write(what was read, slot, pixel).
   template <class Begin>
@@ -287,11 +288,11 @@ struct Accesses {
         Found found[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i)
-          if (const int row = first + (round + i) * PIXELS; row < LINES * LENGTH) found[i] = moves.read(row / LENGTH, row % LENGTH);
+          if (const int row = first + (round + i) * PIXELS; row < COUNT) found[i] = moves.read(row / PIXEL_COUNT, row % PIXEL_COUNT);
 #pragma unroll
         for (int i = 0; i < BATCH; ++i)
-          if (const int row = first + (round + i) * PIXELS; row < LINES * LENGTH)
-            moves.write(found[i], row / LENGTH, row % LENGTH);
+          if (const int row = first + (round + i) * PIXELS; row < COUNT)
+            moves.write(found[i], row / PIXEL_COUNT, row % PIXEL_COUNT);
       }
     }
   }
