@@ -1,36 +1,84 @@
-"""Modules with stride 2: scores of two neighbouring pixels are added up before they meet the values, `kernels/scores.cuh`."""
+"""Modules with stride 2: the scores of two neighbours are added up before they meet the values, `kernels/scores.cuh`.
+
+Only lines of more than eight pixels; shorter ones are bundled, and averaged as they are stored (`test_short_lines.py`).
+Those that are longer than a block holds are in `test_pieces.py`.
+"""
+
+import itertools
 
 import pytest
 import torch
-from functional.fused.test_kernels import BF16, CONTENT, FLOAT, HALF, check_module, make_module, normal, step
+from functional.fused.test_kernels import (
+    ALONE,
+    BF16,
+    COLUMN,
+    FLOAT,
+    HALF,
+    MACHINES,
+    ROW,
+    check_module,
+    make_module,
+    normal,
+    step,
+)
 
-from gsanet.functional.fused.plan import Machine
-
-ROW, COLUMN = {"column": False, "stride": 2}, {"row": False, "stride": 2}
-ALONE = {"content": False}
+from gsanet.functional.fused.plan import Machine, Shape, plan_line
+from gsanet.functional.fused.plan.shape import round_up
 
 
 @pytest.mark.parametrize(
     ("dtype", "batch", "dim", "size", "options"),
     [
-        # Up to eight places on a line, up to sixteen and more; the last sixteen full or not.
+        # Up to eight means on a line, up to sixteen and more, the last ones of a product there or not.
         (BF16, 2, 32, (2, 10), ROW | {"num_heads": 2}),
         (FLOAT, 1, 16, (16, 4), COLUMN | {"num_heads": 2}),
-        (HALF, 1, 64, (4, 18), ROW | {"num_heads": 8}),
-        (FLOAT, 1, 16, (32, 2), COLUMN | ALONE | {"num_heads": 1}),
-        (BF16, 1, 32, (2, 40), ROW | {"num_heads": 4}),
-        (BF16, 1, 128, (2, 56), {"stride": 2}),
-        (FLOAT, 1, 8, (64, 2), COLUMN | {"num_heads": 1}),
-        # Longer than a block holds.
-        (BF16, 1, 16, (2, 74), ROW | {"num_heads": 2}),
+        (HALF, 1, 64, (4, 18), ROW),
+        (BF16, 1, 32, (40, 2), COLUMN | ALONE | {"num_heads": 4}),
+        (BF16, 1, 128, (2, 56), {}),  # 16 warps in the gradient
         # Padded heads, wide ones, keys and values of different widths, moved one at a time.
         (FLOAT, 1, 20, (2, 14), ROW | {"num_heads": 3, "dim_key": 27, "dim_out": 60}),
-        (BF16, 2, 24, (4, 22), ROW | {"num_heads": 2, "dim_key": 18, "dim_out": 40}),
-        (BF16, 1, 16, (14, 2), COLUMN | {"num_heads": 1, "dim_key": 128, "dim_out": 64}),
-        (HALF, 1, 16, (2, 12), CONTENT | {"num_heads": 2, "dim_key": 8, "dim_out": 64, "stride": 2}),
+        (BF16, 1, 16, (34, 2), COLUMN | {"num_heads": 1, "dim_key": 12, "dim_out": 64}),
     ],
     ids=str,
 )
 def test_module(kernels, dtype, batch, dim, size, options):
-    check_module(kernels, make_module(dtype, dim, size, **options).train(), dtype, batch, size)
-    assert any(constants["POOL"] for constants in kernels.constants("line_forward"))
+    module = make_module(dtype, dim, size, stride=2, **options).train()
+    check_module(kernels, module, dtype, batch, size)
+    for entry in ("line_forward", "line_backward"):
+        assert any(constants["POOL"] and constants["LENGTH"] > 8 for constants in kernels.constants(entry))
+
+
+@pytest.mark.parametrize(
+    ("bad", "width", "dim_key", "dim_out"), [(float("nan"), 10, 64, 64), (float("inf"), 22, 24, 40)]
+)
+def test_a_bad_image_stays_alone(kernels, bad, width, dim_key, dim_out):
+    """With padded heads and others; in a block there are several images at a time, and others come after them."""
+    module = make_module(BF16, 24, (2, width), num_heads=2, dim_key=dim_key, dim_out=dim_out, stride=2, **ROW)
+    module.to(kernels.device)
+    kernels.machine = Machine(1, 227 * 1024, 228 * 1024)  # of the host: all lines in one block
+    x = normal(9, 24, 2, width, dtype=BF16).to(kernels.device, memory_format=torch.channels_last)
+    d_out = normal(9, dim_out, 1, width // 2, dtype=BF16, seed=1).to(kernels.device)
+    worse, good = x.clone(), [1, 2, 4, 5, 7, 8]
+    worse[::3] = bad
+    with kernels.running():
+        expected, found = (step(module, one, d_out) for one in (x, worse))
+    for name in ("output", "gradient of x"):
+        assert torch.equal(found[name][good], expected[name][good]), name
+        assert not found[name][::3].isfinite().any()
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_four_pixels_have_one_gradient_in_shared_memory(machine):
+    compared = 0
+    for dtype, width, length, heads in itertools.product((FLOAT, BF16), (8, 16, 32), (10, 28, 56, 64), (1, 8)):
+        shape = Shape(dtype, heads, width, width, True)
+        each, one = (plan_line(machine, shape, length, 64, 8, backward=True, pool=pool) for pool in (False, True))
+        constants = dict(one.kernel.constants)
+        if constants != dict(each.kernel.constants) | {"POOL": 1}:
+            continue  # another cut
+        head = width if width < 32 else shape.odd_stride(width)
+        lines, pixel = constants["LINES"], shape.odd_stride(constants["HEADS"] * head)
+        pixels = lines * round_up(constants["LENGTH"], 16) - lines // 2 * round_up(constants["LENGTH"] // 2, 16)
+        assert each.shared_bytes - one.shared_bytes == pixels * pixel * shape.size, (shape, length)
+        compared += 1
+    assert compared >= 20

@@ -5,7 +5,7 @@
 // Shared memory, in scalars.
 constexpr int VALUE_TILE = QueryTile::SIZE;
 constexpr int GRADIENT_TILE = VALUE_TILE + ValueTile::SIZE;
-constexpr int KEY_TILE = GRADIENT_TILE + ValueTile::SIZE;
+constexpr int KEY_TILE = GRADIENT_TILE + GradientTile::SIZE;
 constexpr int SCORES = KEY_TILE + (CONTENT_KEYS ? QueryTile::SIZE : 0);
 constexpr int TABLE = SCORES + SCORES_SIZE;
 
@@ -68,7 +68,7 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
         differentiate_content(d_values[own], tiles.keys, tiles.values, pair, arguments.d_context + image_head * CONTEXT_SIZE,
                               arguments.d_context_turned + image_head * CONTEXT_SIZE, arguments.key_max + image_head * KEY,
                               arguments.key_offset + image_head * KEY);
-      store_values(tiles.gradient, d_values[own], pair, row, column);
+      store_values(tiles.d_values(), d_values[own], pair, row, column);
     }
     block_barrier();
     store_lines<Part::ALL>(tiles, lines, arguments, sums_of_channels);

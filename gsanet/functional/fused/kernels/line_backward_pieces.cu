@@ -12,7 +12,7 @@ static_assert(LENGTH % 8 == 0, "pieces begin at pixels that pooling and groups o
 // Shared memory, in scalars. Keys come where queries were.
 constexpr int VALUE_TILE = QueryTile::SIZE;
 constexpr int GRADIENT_TILE = VALUE_TILE + ValueTile::SIZE;
-constexpr int SCORES = GRADIENT_TILE + ValueTile::SIZE;
+constexpr int SCORES = GRADIENT_TILE + GradientTile::SIZE;
 constexpr int TABLE = SCORES + SCORES_SIZE;
 constexpr int WINDOW_FLOATS = round_up(TABLE_ROWS * KEY, 4);  // of dR, behind the table
 
@@ -113,7 +113,7 @@ KERNEL(THREADS, BLOCKS) line_backward_pieces(const Arguments arguments) {
             differentiate_content(d_values[own], tiles.keys, tiles.values, pair, arguments.d_context + image_head * CONTEXT_SIZE,
                                   arguments.d_context_turned + image_head * CONTEXT_SIZE,
                                   arguments.key_max + image_head * KEY, arguments.key_offset + image_head * KEY);
-          store_values(tiles.gradient, d_values[own], pair, row, column);
+          store_values(tiles.d_values(), d_values[own], pair, row, column);
         }
       block_barrier();
       store_lines<Part::ATTENDED>(tiles, lines, arguments, sums_of_channels);

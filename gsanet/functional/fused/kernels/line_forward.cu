@@ -69,12 +69,12 @@ constexpr bool FOLDED = TOGETHER == 2 && PLACES <= 8;
 constexpr int CONTENT_PARTS = FOLDED ? 1 : TOGETHER;
 
 // One of the pixels of a place, from x on, that is in a row of a product. Of eight places in a row four give the first one
-// first, the others the second: these eight do not meet in one bank. Past the line it is some pixel.
+// first, the others the second: these eight do not meet in one bank. Past the line they are zeros, or else pixels of the next
+// line whose output is there already, and rows of the product that nobody uses.
 DEVICE int pixel_in_row(int x, int row, int part) {
   if constexpr (TOGETHER == 1) return x + row;
   const int place = FOLDED ? row % 8 : x + row;
-  const int pixel = 2 * place + ((FOLDED ? row / 8 : part) ^ (place / 4 % 2));
-  return CONTENT_PARTS * round_up(PLACES, 16) <= LINE_ROWS || pixel < LENGTH ? pixel : LENGTH - 1;
+  return 2 * place + ((FOLDED ? row / 8 : part) ^ (place / 4 % 2));
 }
 
 // Adds q times the context vectors of a pair's image and head, for 16 places from x on.

@@ -4,6 +4,9 @@
 //   for each pair of a line and a head   dV += S^T dY,   dS = dY V^T (in the place of S)
 //   for each attending pixel x           dQ_x = dS_x times the window of R,   dR's window += dS_x^T Q_x
 //
+// Where the scores of two pixels are added up, S_x + S_{x+1} in the place of S, these two have the same dS. So do two lines that
+// are averaged: four pixels have one dY.
+//
 // A warp owns the attending pixels x with x % WARPS = its number, so dR's rows move by whole groups of eight from one of
 // its pixels to the next: each warp keeps all rows of dR that it meets in registers, and the warps are summed in a fixed
 // order, once for all lines (line_backward.cu) or after each pair of pieces of them (line_backward_pieces.cu).
@@ -14,7 +17,7 @@
 // (CONTENT_KEYS); the only kernel of a module with one axis takes both. ACCUMULATE adds to the dQ that is there already;
 // STATISTICS sums dV and dV times the normalised values for each channel: the gradients of the batch norm's weight and bias.
 #pragma once
-constexpr bool ADD_SCORES = false;
+constexpr bool ADD_SCORES = POOL;
 #include "scores.cuh"
 
 static_assert(LENGTH <= BAND, "all scores of 16 pixels are held at once");
@@ -22,6 +25,7 @@ static_assert(LENGTH <= BAND, "all scores of 16 pixels are held at once");
 constexpr int VALUE_WIDTH = padded(VALUE);
 using QueryTile = Tile<QUERY_WIDTH>;
 using ValueTile = Tile<VALUE_WIDTH>;
+using GradientTile = Tile<VALUE_WIDTH, TOGETHER == 1 ? LINE_ROWS : round_up(PLACES, 16), TOGETHER>;
 
 struct Arguments {
   Map queries, values, gradient;
@@ -48,8 +52,12 @@ struct Arguments {
 // The lines that a block works on.
 struct Tiles {
   QueryTile queries;
-  ValueTile values, gradient;
+  ValueTile values;
+  GradientTile gradient;
   QueryTile keys;  // CONTENT_KEYS
+
+  // dV takes dY's place, or that of V if there is more of it.
+  DEVICE ValueTile d_values() const { return {TOGETHER == 1 ? gradient.data : values.data}; }
 };
 
 constexpr int OWN_PAIRS = (PAIRS + WARPS - 1) / WARPS;
@@ -96,8 +104,8 @@ DEVICE Left<T, X_DEPTH> load_scores_transposed(Row scores, int i) {
   return load_left_transposed<T, X_DEPTH>([&](int slot) { return scores(slot) + i * 16; }, i * 16 + 8 < SCORE_COLUMNS ? 8 : 0);
 }
 
-// dV += S^T dY and dS = dY V^T, for 16 attending pixels from x on of one pair.
-DEVICE void differentiate_pair(ValueSums& d_values, T* scores, ValueTile values, ValueTile gradient, int pair, int x) {
+// dV += S^T dY and dS = dY V^T, for 16 attending places from x on of one pair.
+DEVICE void differentiate_pair(ValueSums& d_values, T* scores, ValueTile values, GradientTile gradient, int pair, int x) {
 #pragma unroll
   for (int step = 0; step < 16; step += X_DEPTH) {
     Right<T, X_DEPTH> right[VALUE_TILES];
@@ -218,16 +226,29 @@ DEVICE void differentiate_queries(QueryTile queries, T* scores, int slot, int x,
   }
 }
 
-// Everything about 16 attending pixels; X0 is a constant so that registers have constant numbers.
+// dR and dQ of the warp's pixels among those of 16 places from X0 on; FIRST is the first warp's.
+template <int X0, int FIRST>
+DEVICE void differentiate_own(TableSums& d_table, const Tiles& tiles, T* scores, const T* table, const TurnedWindows& turned) {
+  const int x = FIRST + warp_index(), slot = TOGETHER == 1 ? x - X0 : x / 2 - X0;
+  if (x < (BUNDLED ? SLOTS : LENGTH) && is_pixel(x)) {
+    differentiate_table<FIRST / 8>(d_table, scores, slot, tiles.queries, x);
+    differentiate_queries<FIRST / 8>(tiles.queries, scores, slot, x, table, turned);
+  }
+  if constexpr (FIRST + WARPS < LENGTH && FIRST + WARPS < TOGETHER * (X0 + 16))
+    differentiate_own<X0, FIRST + WARPS>(d_table, tiles, scores, table, turned);
+}
+
+// Everything about 16 attending places; X0 is a constant so that registers have constant numbers.
 template <int X0>
 DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_table, const Tiles& tiles, T* scores,
                                  const T* table, const Windows& windows, const TurnedWindows& turned) {
   const int warp = warp_index();
-  // Past the end of the line too: queries are zero there, and scores must be.
+  // Past the end of the line too: scores must be zero there.
   if constexpr (WINDOWS_IN_REGISTERS) {
-    if (warp < SLOTS) score_place<X0 / 8>(scores, warp, tiles.queries, X0 + warp, windows);
+    constexpr int EIGHT = X0 * TOGETHER / 8;
+    if (warp < SLOTS) score_place<EIGHT>(scores, warp, tiles.queries, X0 + warp, windows);
     if constexpr (WARPS == 8 && SLOTS > 8)
-      score_place<X0 / 8 + 1>(scores, warp + 8, tiles.queries, X0 + 8 + warp, windows);
+      score_place<EIGHT + TOGETHER>(scores, warp + 8, tiles.queries, X0 + 8 + warp, windows);
   } else {
 #pragma unroll
     for (int slot = 0; slot < SLOTS; slot += WARPS)
@@ -239,17 +260,12 @@ DEVICE void differentiate_pixels(ValueSums (&d_values)[OWN_PAIRS], TableSums& d_
     if (warp + own * WARPS < PAIRS)
       differentiate_pair(d_values[own], scores, tiles.values, tiles.gradient, warp + own * WARPS, X0);
   block_barrier();
-  if (X0 + warp < (BUNDLED ? SLOTS : LENGTH) && is_pixel(X0 + warp)) {
-    differentiate_table<X0 / 8>(d_table, scores, warp, tiles.queries, X0 + warp);
-    differentiate_queries<X0 / 8>(tiles.queries, scores, warp, X0 + warp, table, turned);
-  }
-  if constexpr (WARPS == 8 && X0 + 8 < LENGTH)
-    if (X0 + 8 + warp < LENGTH) {
-      differentiate_table<X0 / 8 + 1>(d_table, scores, warp + 8, tiles.queries, X0 + 8 + warp);
-      differentiate_queries<X0 / 8 + 1>(tiles.queries, scores, warp + 8, X0 + 8 + warp, table, turned);
-    }
-  warp_barrier();  // the warp's own scores have been read; no other warp reads or writes them before the next barrier
-  if constexpr (X0 + 16 < LENGTH)
+  differentiate_own<X0, X0 * TOGETHER>(d_table, tiles, scores, table, turned);
+  if constexpr (TOGETHER == 1)
+    warp_barrier();  // the warp's own scores have been read; no other warp reads or writes them before the next barrier
+  else if constexpr (X0 + 16 < PLACES)
+    block_barrier();  // two warps read the scores of a place
+  if constexpr (X0 + 16 < PLACES)
     differentiate_pixels<X0 + 16>(d_values, d_table, tiles, scores, table, windows, turned);
 }
 
@@ -267,7 +283,8 @@ struct KeyColumns {
   }
 
   // Adds the products of 16 pixels of a pair, from `pixel` on.
-  DEVICE void add_products(float (&sums)[4], ValueTile left, int pair, int pixel) const {
+  template <class TileType>
+  DEVICE void add_products(float (&sums)[4], TileType left, int pair, int pixel) const {
 #pragma unroll
     for (int step = 0; step < VALUE_STEPS; ++step)
       multiply(sums, load_left<T, VALUE_DEPTH>([&](int row) { return left.of_pair(pair, pixel + row) + step * VALUE_DEPTH; }),
@@ -275,8 +292,36 @@ struct KeyColumns {
   }
 };
 
+// dQ += dY C^T for both pixels of each place. Which of them comes first changes after four places, so that eight rows do not
+// meet in one bank.
+DEVICE void add_content_to_both(QueryTile queries, GradientTile gradient, int pair, const T* context) {
+  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+#pragma unroll
+  for (int tile = 0; tile < QUERY_TILES; ++tile) {
+    const KeyColumns columns(context, tile);
+#pragma unroll
+    for (int place = 0; place < PLACES; place += 16) {
+      float sums[4] = {};
+      columns.add_products(sums, gradient, pair, place);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (place + half * 8 + row >= PLACES) continue;
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          const int pixel = 2 * (place + half * 8 + row) + (part ^ (row / 4));
+          T* where = queries.of_pair(pair, pixel) + tile * 8 + column;
+          float first, second;
+          load_two(where, first, second);
+          store_two(where, first + sums[2 * half], second + sums[2 * half + 1]);
+        }
+      }
+    }
+  }
+}
+
 // dQ += dY C^T, for all pixels of a pair, in the tile of dQ.
-DEVICE void add_content_to_queries(QueryTile queries, ValueTile gradient, int pair, const T* context) {
+DEVICE void add_content_to_queries(QueryTile queries, GradientTile gradient, int pair, const T* context) {
+  if constexpr (TOGETHER == 2) return add_content_to_both(queries, gradient, pair, context);
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
 #pragma unroll
   for (int tile = 0; tile < QUERY_TILES; ++tile) {
@@ -361,16 +406,17 @@ DEVICE void differentiate_content(ValueSums& d_values, QueryTile keys, ValueTile
   }
 }
 
-// dV of a pair takes dY's place; (row, column) is where the lane's sums begin, as the kernel has it in registers.
-DEVICE void store_values(ValueTile gradient, const ValueSums& d_values, int pair, int row, int column) {
+// dV of a pair goes to its tile; (row, column) is where the lane's sums begin, as the kernel has it in registers.
+DEVICE void store_values(ValueTile to, const ValueSums& d_values, int pair, int row, int column) {
+  if constexpr (TOGETHER == 2 && CONTENT_KEYS) warp_barrier();  // the values have been read
 #pragma unroll
   for (int i = 0; i < LINE_TILES; ++i)
 #pragma unroll
     for (int tile = 0; tile < VALUE_TILES; ++tile) {
       const int pixel = i * 16 + row, channel = tile * 8 + column;
       const auto& sums = d_values[i][tile];
-      if (pixel < END && is_pixel(pixel)) store_two(gradient.of_pair(pair, pixel) + channel, sums[0], sums[1]);
-      if (pixel + 8 < END && is_pixel(pixel + 8)) store_two(gradient.of_pair(pair, pixel + 8) + channel, sums[2], sums[3]);
+      if (pixel < END && is_pixel(pixel)) store_two(to.of_pair(pair, pixel) + channel, sums[0], sums[1]);
+      if (pixel + 8 < END && is_pixel(pixel + 8)) store_two(to.of_pair(pair, pixel + 8) + channel, sums[2], sums[3]);
     }
 }
 
@@ -413,7 +459,7 @@ DEVICE void load_lines(const Tiles& tiles, const LinesType& lines, const Argumen
   if constexpr (PART != Part::ATTENDING && !NORM_VALUES) copy_in<VALUE>(tiles.values, arguments.values, lines);
   if constexpr (PART == Part::ATTENDED) {
   } else if constexpr (POOL)
-    copy_in_pooled<VALUE>(tiles.gradient, arguments.gradient, lines);
+    copy_in_pooled<VALUE, TOGETHER == 1>(tiles.gradient, arguments.gradient, lines);
   else if constexpr (NORM_GRADIENT)
     copy_in<VALUE>(tiles.gradient, arguments.gradient, lines, [&](int head, int channel) {
       const int own = head * VALUE + channel;
@@ -452,14 +498,14 @@ DEVICE void store_queries(const Tiles& tiles, const LinesType& lines, const Argu
     copy_out<KEY>(arguments.d_queries, lines, tiles.queries, unchanged());
 }
 
-// Takes dV, which is in dY's place, and dK to global memory; of all of lines dQ too.
+// Takes dV and dK to global memory; of all of lines dQ too.
 template <Part PART, class LinesType>
 DEVICE void store_lines(const Tiles& tiles, const LinesType& lines, const Arguments& arguments, const ChannelSums<VALUE>& sums) {
   const int first_channel = lines.first_head * VALUE, channels = arguments.heads * VALUE;
   if constexpr (PART == Part::ALL) store_queries<ACCUMULATE>(tiles, lines, arguments);
   if constexpr (STATISTICS) {
     float sum[ACCESS] = {}, sum_of_products[ACCESS] = {};
-    copy_out<VALUE>(arguments.d_values, lines, tiles.gradient, [&](int head, int channel) {
+    copy_out<VALUE>(arguments.d_values, lines, tiles.d_values(), [&](int head, int channel) {
       const int own = head * VALUE + channel;
       const float* moments = arguments.moments + first_channel + own;
       return Moves{
@@ -478,7 +524,7 @@ DEVICE void store_lines(const Tiles& tiles, const LinesType& lines, const Argume
     });
     sums.add(sum, sum_of_products);
   } else {
-    copy_out<VALUE>(arguments.d_values, lines, tiles.gradient, unchanged());
+    copy_out<VALUE>(arguments.d_values, lines, tiles.d_values(), unchanged());
   }
   if constexpr (CONTENT_KEYS) copy_out<KEY>(arguments.d_keys, lines, tiles.keys, unchanged());
 }

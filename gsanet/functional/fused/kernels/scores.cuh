@@ -111,9 +111,12 @@ DEVICE void store_scores(T* scores, int slot, const float (&sums)[SCORE_TILES][4
   }
 }
 
-// The scores of place x with the ATTENDED pixels from `begin` on, for all pairs, by one warp.
+// The scores of place x with the ATTENDED pixels from `begin` on, for all pairs, by one warp. Past the line they are zero, as
+// queries are; of two pixels together there may be no queries.
 template <class QueryTile>
 DEVICE void score_place(T* scores, int slot, QueryTile queries, int x, const T* table, int begin) {
+  if constexpr (TOGETHER == 2)
+    if (x >= PLACES) return store_scores(scores, slot, {});
   float sums[SCORE_TILES][4] = {};
 #pragma unroll
   for (int part = 0; part < TOGETHER; ++part) {
@@ -134,6 +137,8 @@ DEVICE void score_place(T* scores, int slot, QueryTile queries, int x, const T* 
 // The same for the whole line, with the windows in registers; EIGHT is the first pixel's x / 8, less the warp's own share.
 template <int EIGHT, class QueryTile>
 DEVICE void score_place(T* scores, int slot, QueryTile queries, int x, const Windows& windows) {
+  if constexpr (TOGETHER == 2)
+    if (x >= PLACES) return store_scores(scores, slot, {});
   float sums[SCORE_TILES][4] = {};
 #pragma unroll
   for (int part = 0; part < TOGETHER; ++part) {

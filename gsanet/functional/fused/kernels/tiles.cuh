@@ -145,20 +145,21 @@ struct Piece : Lines {
 
 // [slot][pixel][head][channel], each row of channels padded to WIDTH. Eight heads of one pixel and eight pixels of one
 // head are both read without bank conflicts; of bundles, eight pairs of fewer heads are so too, if heads are wide.
-template <int WIDTH>
+// PER_SLOT lines that are not bundled have one slot together.
+template <int WIDTH, int ROWS = LINE_ROWS, int PER_SLOT = 1>
 struct Tile {
   static constexpr int HEAD = WIDTH >= 32 ? odd_stride(WIDTH) : WIDTH;
   static constexpr int PIXEL = odd_stride(HEADS * HEAD);
-  static constexpr int LINE = LINE_ROWS * PIXEL;
+  static constexpr int LINE = ROWS * PIXEL;
   static constexpr int ALL = BUNDLE * LINE + (BUNDLED && HEADS < 8 ? HEADS * PER_ACCESS<T> : 0);  // that are bundled
-  static constexpr int SIZE = LINES / BUNDLE * ALL;
+  static constexpr int SIZE = LINES / PER_SLOT / BUNDLE * ALL;
 
   T* data;
 
   DEVICE T* at(int slot, int pixel, int head) const {
     return data + slot / BUNDLE * ALL + slot % BUNDLE * LINE + pixel * PIXEL + head * HEAD;
   }
-  DEVICE T* of_pair(int pair, int row) const { return at(pair / HEADS * BUNDLE, row, pair % HEADS); }
+  DEVICE T* of_pair(int pair, int row) const { return at(pair / HEADS / PER_SLOT * BUNDLE, row, pair % HEADS); }
 };
 
 struct alignas(16) Words {
@@ -342,19 +343,22 @@ DEVICE void copy_in(TileType tile, const Map& map, const LinesType& lines, Chang
   });
 }
 
-// The gradient of a mean of 2 x 2 pixels: each pixel gets a quarter of its group's.
-template <int WIDTH, class TileType, class LinesType>
+// The gradient of a mean of 2 x 2 pixels: each pixel gets a quarter of its group's. EACH: in a place of its own, or else in
+// one for all four.
+template <int WIDTH, bool EACH, class TileType, class LinesType>
 DEVICE void copy_in_pooled(TileType tile, const Map& map, const LinesType& lines) {
+  constexpr int SHARE = EACH ? 2 : 1, SIDE = 2 / SHARE;  // places of a group, and pixels of a place, in each direction
   const LinesType pooled = lines.pooled();
-  Accesses<WIDTH>::visit([&](int head, int channel) {
+  Accesses<WIDTH, LINES / SIDE, LENGTH / SIDE>::visit([&](int head, int channel) {
     return Moves{[=, &map, &pooled](int slot, int pixel) {
-                   return read_access(pooled.start(map, slot / 2, pixel / 2, WIDTH) + head * WIDTH + channel);
+                   return read_access(pooled.start(map, slot / SHARE, pixel / SHARE, WIDTH) + head * WIDTH + channel);
                  },
                  [=, &lines](const Access& access, int slot, int pixel) {
                    float values[ACCESS];
                    to_floats(values, access);
+                   const bool exists = lines.exists(slot * SIDE, pixel * SIDE);
 #pragma unroll
-                   for (int i = 0; i < ACCESS; ++i) values[i] = lines.exists(slot, pixel) ? 0.25f * values[i] : 0.f;
+                   for (int i = 0; i < ACCESS; ++i) values[i] = exists ? 0.25f * values[i] : 0.f;
                    write_access(tile.at(slot, pixel, head) + channel, values);
                  }};
   });

@@ -53,7 +53,7 @@ def _plan_bundled(
     while not backward and pairs > 1 and bundles * images * shape.heads < pairs * machine.multiprocessors:
         pairs //= 2
     for heads, lines_at_once in _bundled_cuts(shape, pairs, bundles, bundle, features):
-        shared = _line_memory(shape, length, heads, lines_at_once, backward, features.get("content_keys", False))
+        shared = _line_memory(shape, length, heads, lines_at_once, backward, features)
         shared += 8 * _sums_memory(shape, features) if backward else 0
         if shared > machine.shared_memory:
             continue
@@ -76,7 +76,7 @@ def _plan_whole(
     for heads, lines_at_once in _cuts(shape.heads, pairs):
         if features.get("pool") and lines_at_once % 2:
             continue
-        shared = _line_memory(shape, length, heads, lines_at_once, backward, features.get("content_keys", False))
+        shared = _line_memory(shape, length, heads, lines_at_once, backward, features)
         sums = _sums_memory(shape, features) if backward else 0
         if shared + 16 * sums > machine.shared_memory:
             continue
@@ -109,7 +109,7 @@ def _plan_pieces(
                 continue
             items = -(-lines // lines_at_once)
             for piece in _pieces(length, shortest):
-                shared = _pieces_memory(shape, piece, heads, lines_at_once)
+                shared = _pieces_memory(shape, piece, heads, lines_at_once, features)
                 if shared + 16 * sums > machine.shared_memory:
                     continue
                 fitting = machine.blocks_of(shared + 8 * sums)
@@ -207,13 +207,15 @@ def _sums_memory(shape: Shape, features: Mapping[str, bool]) -> int:
     return 32 * 8 * 16 // shape.size if features.get("statistics") else 0
 
 
-def _pieces_memory(shape: Shape, length: int, heads: int, lines: int) -> int:
+def _pieces_memory(shape: Shape, length: int, heads: int, lines: int, features: Mapping[str, bool]) -> int:
     """As `_line_memory` of so long a line without keys, and a window of the table's gradient."""
-    without_keys = _line_memory(shape, length, heads, lines, backward=True, content_keys=False)
+    without_keys = _line_memory(shape, length, heads, lines, True, {**features, "content_keys": False})
     return without_keys + 4 * round_up((2 * length - 1) * shape.key, 4)
 
 
-def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bool, content_keys: bool) -> int:
+def _line_memory(
+    shape: Shape, length: int, heads: int, lines: int, backward: bool, features: Mapping[str, bool]
+) -> int:
     query, value = shape.padded(shape.key), shape.padded(shape.value)
     attended, pairs = min(length, BAND), 8 if length <= 8 else 16
     columns = round_up(attended, 16 if shape.size == 2 or attended <= 8 else 8)
@@ -222,8 +224,10 @@ def _line_memory(shape: Shape, length: int, heads: int, lines: int, backward: bo
     table = (before + round_up(length, BAND if length > BAND else 16)) * shape.odd_stride(query)
     if backward:
         queries = shape.tile(query, heads, lines, length)
-        values = shape.tile(value, heads, lines, length)
-        scalars = queries + 2 * values + (queries if content_keys else 0) + scores + table
+        gradient = values = shape.tile(value, heads, lines, length)
+        if features.get("pool") and length > 8:  # four pixels have one gradient
+            gradient = shape.tile(value, heads, lines // 2, round_up(length // 2, 16))
+        scalars = queries + values + gradient + (queries if features.get("content_keys") else 0) + scores + table
         floats = round_up((2 * length - 1) * shape.key, 4)  # of the table's gradient, at the end
     else:
         scalars = shape.tile(max(query, value), heads, lines, length) + shape.tile(value, heads, lines, length)
