@@ -14,6 +14,7 @@ from functional.fused.test_kernels import (
     COLUMN,
     FLOAT,
     HALF,
+    MACHINES,
     ROW,
     check_module,
     check_positional,
@@ -88,9 +89,7 @@ def test_a_bad_image_stays_alone(short):
     assert found[1].isnan().all()
 
 
-@pytest.mark.parametrize(
-    "machine", [Machine(132, 227 * 1024, 228 * 1024), Machine(108, 163 * 1024, 164 * 1024)], ids=["H200", "A100"]
-)
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 def test_what_is_attended_is_differentiated(machine):
     """Any layer that fits into the forward kernel there, of any width, has a kernel of the gradients."""
     kinds = [{"statistics": True}, {"content_keys": True}]

@@ -4,7 +4,6 @@
 // attention may be added (CONTENT: q times the image's context vectors), 2 x 2 pixels averaged (POOL), a scale, a shift
 // and a ReLU applied (FINISH), and each channel's sum and sum of squares taken (STATISTICS). EARLY_TABLE: the embeddings were
 // there before the kernel before this one began, and are read while that one still runs.
-constexpr bool ADD_SCORES = POOL;
 #include "scores.cuh"
 
 constexpr int VALUE_WIDTH = padded(VALUE);
@@ -40,7 +39,7 @@ constexpr int LAST = TOGETHER == 1 ? END : PLACES;  // rows of the output from h
 // Whole lines are unrolled, and what serves all pixels of a line stays in registers where it fits. Of bundles nothing serves
 // twice.
 constexpr bool WHOLE_LINES = LENGTH <= BAND && WARPS % 8 == 0 && !BUNDLED;
-// With two pixels together a line has half as many steps that its values would serve, and twice as many windows.
+// With two pixels together its values would serve half as many steps, and there are twice as many windows.
 constexpr bool VALUES_IN_REGISTERS = WHOLE_LINES && TOGETHER == 1;
 
 struct Values {
@@ -52,6 +51,7 @@ struct Context {
 };
 constexpr bool CONTEXT_IN_REGISTERS = CONTENT && sizeof(Context) <= 16;
 
+// The windows of two pixels may have what sums, context vectors and some 24 others leave of a thread's registers.
 constexpr int CONTEXT_REGISTERS = CONTENT ? sizeof(Context) / 4 * (CONTEXT_IN_REGISTERS ? OWN_PAIRS : 1) : 0;
 constexpr int SPARE_REGISTERS = 65536 / (THREADS * BLOCKS) - 24 - static_cast<int>(sizeof(Sums)) / 4 - CONTEXT_REGISTERS;
 constexpr bool WINDOWS_IN_REGISTERS = WHOLE_LINES && WINDOW_REGISTERS <= (TOGETHER == 1 ? 28 : SPARE_REGISTERS);

@@ -4,8 +4,8 @@
 //   for each pair of a line and a head   dV += S^T dY,   dS = dY V^T (in the place of S)
 //   for each attending pixel x           dQ_x = dS_x times the window of R,   dR's window += dS_x^T Q_x
 //
-// Where the scores of two pixels are added up, S_x + S_{x+1} in the place of S, these two have the same dS. So do two lines that
-// are averaged: four pixels have one dY.
+// Where the scores of two pixels are added up, S_x + S_{x+1} in the place of S, these two have one dS. Two lines that are averaged
+// have the same dY besides: there is one for four pixels.
 //
 // A warp owns the attending pixels x with x % WARPS = its number, so dR's rows move by whole groups of eight from one of
 // its pixels to the next: each warp keeps all rows of dR that it meets in registers, and the warps are summed in a fixed
@@ -17,7 +17,6 @@
 // (CONTENT_KEYS); the only kernel of a module with one axis takes both. ACCUMULATE adds to the dQ that is there already;
 // STATISTICS sums dV and dV times the normalised values for each channel: the gradients of the batch norm's weight and bias.
 #pragma once
-constexpr bool ADD_SCORES = POOL;
 #include "scores.cuh"
 
 static_assert(LENGTH <= BAND, "all scores of 16 pixels are held at once");
@@ -72,7 +71,7 @@ constexpr bool MIXED_PIXELS = CONTENT_KEYS && VALUE_TILES == 2 && SLOTS == 16;
 // What a warp keeps in registers over all lines, as far as that leaves about 60 for the rest: its sums, the windows of the
 // table that its pixels meet, and the same transposed.
 constexpr int SUM_REGISTERS = 2 * TABLE_EIGHTS * QUERY_TILES + 4 * OWN_PAIRS * LINE_TILES * VALUE_TILES;
-constexpr bool WINDOWS_IN_REGISTERS = !BUNDLED && SUM_REGISTERS + WINDOW_REGISTERS <= 56;
+constexpr bool WINDOWS_IN_REGISTERS = !BUNDLED && SUM_REGISTERS + WINDOW_REGISTERS <= (TOGETHER == 1 ? 56 : 64);
 constexpr bool TURNED_IN_REGISTERS = !IS_FLOAT<T> && WINDOW_ALONG == 16 && WINDOWS_IN_REGISTERS &&
                                      SUM_REGISTERS + WINDOW_REGISTERS + TABLE_EIGHTS * QUERY_TILES <= 68;
 

@@ -8,14 +8,15 @@
 // Of bundles (tiles.cuh) x and i are rows: 16 x 16 scores, those between different lines zero, as nobody ever writes there.
 // One product is for two rows x, eight apart: they have the same window, which is of eight rows i whatever the length.
 //
-// Where outputs are averaged two and two (ADD_SCORES), scores of two neighbours are added up before they meet the values:
-// S_x V + S_{x+1} V = (S_x + S_{x+1}) V. What follows calls both together one attending place; only bundles have pixels there.
+// Where outputs are averaged two and two (POOL), the scores of two neighbours are added up before they meet the values:
+// S_x V + S_{x+1} V = (S_x + S_{x+1}) V. Both together are called one attending place; elsewhere, and in bundles, a place is
+// a pixel.
 #pragma once
 #include "tiles.cuh"
 
 static_assert(LENGTH > 8 || BUNDLED, "a block has more than one short line");
 
-constexpr int TOGETHER = ADD_SCORES && !BUNDLED ? 2 : 1;  // attending pixels whose scores are added up
+constexpr int TOGETHER = POOL && !BUNDLED ? 2 : 1;  // attending pixels whose scores are added up
 constexpr int PLACES = LENGTH / TOGETHER;           // attending places of a line
 static_assert(PLACES * TOGETHER == LENGTH, "pixels are averaged two and two");
 
