@@ -16,12 +16,15 @@ from functional.fused.test_kernels import (
     HALF,
     MACHINES,
     ROW,
+    check_close,
     check_module,
     make_module,
     normal,
     step,
 )
 
+from gsanet.functional import positional_attention, use_backend
+from gsanet.functional.fused import calls
 from gsanet.functional.fused.plan import Machine, Shape, plan_line
 from gsanet.functional.fused.plan.shape import round_up
 
@@ -65,6 +68,20 @@ def test_a_bad_image_stays_alone(kernels, bad, width, dim_key, dim_out):
     for name in ("output", "gradient of x"):
         assert torch.equal(found[name][good], expected[name][good]), name
         assert not found[name][::3].isfinite().any()
+
+
+def test_statistics_are_those_of_the_means(kernels):
+    q, v = (normal(2, 4, 12, 2, 8, dtype=FLOAT, seed=seed).to(kernels.device) for seed in range(2))
+    rel, centre = (normal(*shape, dtype=FLOAT, seed=2).to(kernels.device) for shape in ((23, 8), (16,)))
+    with kernels.running():
+        out, statistics = calls.attend(q, v, rel, "row", pool=True, centre=centre)
+    with use_backend("reference"):
+        exact = positional_attention(q.double(), v.double(), rel.double(), "row")
+    means = exact.unflatten(2, (6, 2)).unflatten(1, (2, 2)).mean((2, 4))
+    check_close("output", out, means, FLOAT)
+    distances = (means.flatten(3) - centre.double()).flatten(0, 2)
+    for found, power in zip(statistics.sum(0), (1, 2), strict=True):
+        check_close(f"sum of powers of {power}", found, distances.pow(power).sum(0), FLOAT)
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
