@@ -5,11 +5,10 @@ map is this layout already. Each function checks its arguments, follows autocast
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from gsanet.functional import checks
 from gsanet.functional.backends import Axis, Norm, select_backend, select_whole
@@ -149,10 +148,12 @@ def global_self_attention_map(
     for name, values in {"norm": norm, "finish": finish}.items():
         if isinstance(values, Tensor):
             checks.check_scale_and_shift(name, values, weight.shape[0] - dim_key - keys)
+    maps: tuple[Tensor, ...] = (x, weight)
     tables = {"rel_column": rel_column, "rel_row": rel_row}
-    dtype, maps, cast = _cast_module(x, weight, *tables.values())
-    tables = dict(zip(tables, cast, strict=True))
-    wholes = (*maps, *cast)
+    if (dtype := _autocast_dtype(x)) is not None:
+        maps = _cast(dtype, *maps)
+        tables = {name: None if rel is None else rel.to(dtype) for name, rel in tables.items()}
+    wholes = (*maps, *tables.values())
     settings = {
         "finish": finish,
         "num_heads": num_heads,
@@ -187,40 +188,6 @@ def global_self_attention_map(
         stride=stride,
     )
     return out if finish is None else scale_and_shift(out, finish).relu_()
-
-
-def normed_attention_map(
-    x: Tensor,
-    weight: Tensor,
-    rel_column: Tensor | None,
-    rel_row: Tensor | None,
-    norm: Norm | None,
-    behind: nn.BatchNorm2d,
-    **settings: Any,
-) -> Tensor | None:
-    """A batch norm in training of `global_self_attention_map`, where its statistics are taken as the map is written.
-
-    For a module of this package, whose arguments are known to fit.
-
-    Args:
-        x: As for `global_self_attention_map`.
-        weight: The same.
-        rel_column: The same.
-        rel_row: The same.
-        norm: The same.
-        behind: The batch norm over the output. Of a norm with an activation it is the norm alone.
-        settings: All others of `global_self_attention_map`.
-
-    Returns:
-        What is normalised, or None where no backend does it so.
-    """
-    _, maps, tables = _cast_module(x, weight, rel_column, rel_row)
-    wholes = (*maps, *tables)
-    whole = select_whole(*wholes, norm, behind=behind, **settings)
-    if whole is None:
-        return None
-    with torch.autocast(x.device.type, enabled=False):
-        return whole(*wholes, norm, behind=behind, **settings)
 
 
 def attend_projected(
@@ -277,16 +244,6 @@ def _autocast_dtype(q: Tensor) -> torch.dtype | None:
     if device != "meta" and torch.is_autocast_enabled(device):  # autocast does not know the meta device
         return torch.get_autocast_dtype(device)
     return None
-
-
-def _cast_module(
-    x: Tensor, weight: Tensor, *tables: Tensor | None
-) -> tuple[torch.dtype | None, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    """The dtype autocast wants; in it a map and its projection, and the tables."""
-    dtype = _autocast_dtype(x)
-    if dtype is None:
-        return None, (x, weight), tables
-    return dtype, _cast(dtype, x, weight), tuple(None if table is None else table.to(dtype) for table in tables)
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gsanet.functional import global_self_attention_map
-from gsanet.functional.attention import attend_projected, normed_attention_map
+from gsanet.functional.attention import attend_projected
 from gsanet.functional.checks import check_counts, check_feature_map, check_heads
 from gsanet.layers.attention import Combination, Properties
 from gsanet.layers.relative import RelativeTables
@@ -105,32 +105,17 @@ class GlobalSelfAttention(RelativeTables):
         """From (batch, dim, height, width) to (batch, dim_out, height / stride, width / stride), channels-last."""
         check_feature_map(x, self.dim)
         self.check_size(x)
-        if not self.projects_as_defined:
-            projected = self.qkv(x).permute(0, 2, 3, 1)
-            return attend_projected(projected, self.rel_column, self.rel_row, self.norm, **self._settings())
-        return global_self_attention_map(x, *self._tensors(), **self._settings())
-
-    def normed(self, x: Tensor, norm: nn.BatchNorm2d) -> Tensor | None:
-        """The output through a batch norm in training, where that takes its statistics as the output is written.
-
-        None where no kernel does it so. Of a norm with an activation it is the norm alone.
-        """
-        if not self.projects_as_defined:
-            return None
-        self.check_size(x)
-        return normed_attention_map(x, *self._tensors(), behind=norm, **self._settings())
-
-    def _tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
-        return self.qkv.weight.flatten(1), self.rel_column, self.rel_row, self.norm
-
-    def _settings(self) -> dict[str, Any]:
-        return {
+        tables_and_norm = (self.rel_column, self.rel_row, self.norm)
+        settings: dict[str, Any] = {
             "num_heads": self.num_heads,
             "dim_key": self.dim_key,
             "content": self.content,
             "reach": self.reach,
             "stride": self.stride,
         }
+        if not self.projects_as_defined:
+            return attend_projected(self.qkv(x).permute(0, 2, 3, 1), *tables_and_norm, **settings)
+        return global_self_attention_map(x, self.qkv.weight.flatten(1), *tables_and_norm, **settings)
 
     @property
     def projects_as_defined(self) -> bool:

@@ -1,8 +1,7 @@
 """timm's residual blocks; where `torch.compile` trains on a GPU their last convolution, norm, sum and ReLU are one.
 
 In a stage a block may also leave the mask of its ReLU to the one behind it, whose first convolution has a kernel for
-the gradient of all that its input goes to (`gsanet.functional.fused.entry`). Attention may take the statistics of the
-norm behind it as it writes its output.
+the gradient of all that its input goes to (`gsanet.functional.fused.entry`).
 """
 
 from typing import Any, ClassVar
@@ -15,12 +14,9 @@ from torch import Tensor, nn
 from gsanet.functional.fused import entry
 from gsanet.functional.fused.expansion import expand, takes
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
-from gsanet.layers.global_self_attention import GlobalSelfAttention
 from gsanet.layers.watched import is_watched
 
 __all__ = ["CompiledBottleneckBlock", "CompiledSelfAttnBlock", "CompiledStage", "convert_blocks"]
-
-statistics_wanted = False  # whether attention takes the statistics of the norm behind it; read when blocks are compiled
 
 
 class _Block(nn.Module):
@@ -57,7 +53,8 @@ class _Block(nn.Module):
         else:
             residual = _convolve(self.shortcut, x)
             x = self.conv1_1x1(x)
-        x = self._between(x)
+        for name in self.BRANCH[1:]:
+            x = getattr(self, name)(x)
         block = self.conv3_1x1
         if takes(x, block.conv, block.bn):
             leaves = following is not None and following.takes_mask(x, block.conv.out_channels)
@@ -85,12 +82,6 @@ class _Block(nn.Module):
             and entry.takes(like, channels, first.conv)
         )
 
-    def _between(self, x: Tensor) -> Tensor:
-        """What is between the first convolution and the last."""
-        for name in self.BRANCH[1:]:
-            x = getattr(self, name)(x)
-        return x
-
     def _has_known_end(self) -> bool:
         """Whether nothing but a sum and a ReLU follows the last convolution and its norm, and nobody looks on."""
         nothing = [getattr(self, name) for name in self.AFTER]
@@ -115,20 +106,6 @@ class CompiledSelfAttnBlock(_Block, SelfAttnBlock):
 
     BRANCH = ("conv1_1x1", "conv2_kxk", "self_attn", "post_attn")
     AFTER = ("drop_path",)
-    conv2_kxk: Any
-    self_attn: Any
-    post_attn: Any
-
-    def _between(self, x: Tensor) -> Tensor:
-        """The same; the norm behind attention may have its statistics from there."""
-        x, attention, norm = self.conv2_kxk(x), self.self_attn, self.post_attn
-        if statistics_wanted and _is_attention_and_norm(attention, norm):
-            normed = attention.normed(x, norm)
-            if normed is not None:
-                out: Tensor = norm.act(norm.drop(normed))
-                return out
-        out = norm(attention(x))
-        return out
 
 
 COMPILED: dict[type[nn.Module], type[nn.Module]] = {
@@ -175,13 +152,6 @@ def _convolve(block: nn.Module, x: Tensor) -> Tensor:
             return expand(seen, block.conv, block.bn)
     out: Tensor = block(x)
     return out
-
-
-def _is_attention_and_norm(attention: nn.Module, norm: nn.Module) -> bool:
-    """Whether these are a GSA module and a batch norm, and nobody looks at one of them, or between."""
-    if type(attention) is not GlobalSelfAttention or type(norm) is not CompiledBatchNormAct2d:
-        return False
-    return not (is_watched(attention) or is_watched(norm))
 
 
 def _is_expansion(block: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gsanet.functional.backends import Axis, Backend, Norm, Operation, is_differentiated
 from gsanet.functional.fused import available, axis_ops, fitting, layer_ops, module_ops
-from gsanet.functional.fused.norms import applied_in_evaluation, centre_of, in_float32, keep_statistics, normalise
+from gsanet.functional.fused.norms import applied_in_evaluation, centre_of, in_float32, keep_statistics
 from gsanet.functional.fused.plan import LONGEST, SCALARS, WIDTHS
 from gsanet.functional.lean import fit_table
 from gsanet.functional.transforms import is_transformed
@@ -36,17 +36,13 @@ def attention_map(
     norm: Norm | Tensor | None,
     *,
     finish: Tensor | None = None,
-    behind: nn.BatchNorm2d | None = None,
     num_heads: int,
     dim_key: int,
     content: bool,
     reach: int | None,
     stride: int,
 ) -> Tensor:
-    """As `gsanet.functional.global_self_attention_map`; the norm is a batch norm, or its scale and shift.
-
-    `behind` is a batch norm over the output, which takes its statistics as it is written.
-    """
+    """As `gsanet.functional.global_self_attention_map`; the norm is a batch norm, or its scale and shift."""
     if rel_column is None or rel_row is None:
         axis, rel, length = ("row", rel_row, x.shape[3]) if rel_column is None else ("column", rel_column, x.shape[2])
         # Content attention alone has no embeddings; those of zero add nothing to it.
@@ -66,16 +62,12 @@ def attention_map(
     norm_weight, norm_bias = in_float32(norm)
     from_batch = norm.training or norm.running_mean is None
     applied = None if from_batch else applied_in_evaluation(norm)
-    norms_behind = (None, None, None) if behind is None else (*in_float32(behind), centre_of(behind, x))
-    out, applied_behind, _, used, *_ = module_ops.attention_map(
-        x, weight, rel_column, rel_row, norm_weight, norm_bias, centre_of(norm, x), applied, *norms_behind,
-        num_heads, dim_key, content, stride, norm.eps, 0.0 if behind is None else behind.eps,
+    out, _, used, *_ = module_ops.attention_map(
+        x, weight, rel_column, rel_row, norm_weight, norm_bias, centre_of(norm, x), applied,
+        num_heads, dim_key, content, stride, norm.eps,
     )  # fmt: skip
     keep_statistics(norm, used, x)
-    if behind is None:
-        return out
-    keep_statistics(behind, applied_behind, out)
-    return normalise(out.float(), applied_behind).to(out.dtype)
+    return out
 
 
 def refuses(operation: Operation, *tensors: Tensor, **settings: object) -> str | None:
@@ -113,7 +105,6 @@ def _refuses_map(
     norm: Norm | Tensor | None,
     *,
     finish: Tensor | None = None,
-    behind: nn.BatchNorm2d | None = None,
     num_heads: int,
     dim_key: int,
     content: bool,
@@ -122,8 +113,6 @@ def _refuses_map(
 ) -> str | None:
     if not content and rel_column is None and rel_row is None:
         return "there is nothing to attend by"
-    if behind is not None and (isinstance(norm, Tensor) or rel_column is None or rel_row is None):
-        return "its kernel takes statistics of the output only behind both axes, and where there is a gradient"
     height, width = x.shape[2:]
     if stride not in (1, 2) or (stride == 2 and (height % 2 or width % 2 or num_heads > 8)):
         return f"its kernel of the whole module pools 2 x 2 pixels of even maps, not by {stride} on {height} x {width}"
@@ -139,18 +128,15 @@ def _refuses_map(
         return "its kernel of the whole module has a last scale, shift and ReLU only where the norm is one too"
     if type(norm) is not nn.BatchNorm2d:
         return f"its kernel of the whole module has a batch norm inside, not {type(norm).__name__}"
-    for one in (norm,) if behind is None else (norm, behind):
-        if one.num_features != dim_value:
-            return f"the norm is for {one.num_features} channels, not {dim_value}"
+    if norm.num_features != dim_value:
+        return f"the norm is for {norm.num_features} channels, not {dim_value}"
     if norm._forward_hooks or norm._forward_pre_hooks:
         return "the norm has hooks, which a kernel would pass by"
     if dim_key % (8 * num_heads) or dim_value % (8 * num_heads) or max(dim_key, dim_value) > 1024:
         return f"its kernel of the whole module takes heads of a multiple of 8 channels, not {dim_key // num_heads}"
     if x.shape[0] == 0 or x.shape[0] * height * width < 2:
         return "there is nothing to normalise"
-    if behind is not None and not behind.training:
-        return "its kernel takes statistics of the output for a norm in training only"
-    if not fitting.fits_module(x, shape, stride, behind is not None):
+    if not fitting.fits_module(x, shape, stride):
         return f"a line of a map of {height} x {width} pixels does not fit into the memory or registers of its kernels"
     return None
 

@@ -31,9 +31,9 @@ def fits(
     return _fits(like.dtype, like.device.index or 0, *map(index, shape), axis, backward, pool, content_keys)
 
 
-def fits_module(like: Tensor, shape: tuple[int, int, int, int, int], stride: int, statistics: bool = False) -> bool:
-    """The same for all kernels of a whole module, with all that they do besides, statistics of the output among it."""
-    return _fits_module(like.dtype, like.device.index or 0, *map(index, shape), stride, statistics)
+def fits_module(like: Tensor, shape: tuple[int, int, int, int, int], stride: int) -> bool:
+    """The same for all kernels of a whole module, with all that they do besides."""
+    return _fits_module(like.dtype, like.device.index or 0, *map(index, shape), stride)
 
 
 @torch.compiler.assume_constant_result
@@ -58,22 +58,13 @@ def _fits(
 
 @torch.compiler.assume_constant_result
 def _fits_module(
-    dtype: torch.dtype,
-    device: int,
-    height: int,
-    width: int,
-    heads: int,
-    key: int,
-    value: int,
-    stride: int,
-    statistics: bool,
+    dtype: torch.dtype, device: int, height: int, width: int, heads: int, key: int, value: int, stride: int
 ) -> bool:
     machine, shape = launching.machine(torch.device("cuda", device)), Shape(dtype, heads, key, value, vector=False)
     pool = stride == 2
-    row = {"norm_values": True, "content": True, "pool": pool, "statistics": statistics}
     plans = (
         plan_line(machine, shape, height, 1, 1, backward=False, statistics=True),
-        plan_line(machine, shape, width, 1, 1, backward=False, **row),
+        plan_line(machine, shape, width, 1, 1, backward=False, norm_values=True, content=True, pool=pool),
         plan_line(machine, shape, width, 1, 1, backward=True, statistics=True, pool=pool),
         plan_line(machine, shape, height, 1, 1, backward=True, content_keys=True),
     )

@@ -15,7 +15,6 @@ from torch import Tensor
 from gsanet.functional.attention import to_feature_map
 from gsanet.functional.fused import calls
 from gsanet.functional.fused.beside import start_beside
-from gsanet.functional.fused.norm_ops import statistics_gradient
 from gsanet.functional.fused.prepared import prepared_operator
 from gsanet.functional.fused.projection import (
     empty_results,
@@ -38,17 +37,13 @@ def _attention_map(
     norm_bias: Tensor | None,
     centre: Tensor,
     applied: Tensor | None,
-    behind_weight: Tensor | None,
-    behind_bias: Tensor | None,
-    behind_centre: Tensor | None,
     heads: int,
     dim_key: int,
     content: bool,
     stride: int,
     epsilon: float,
-    behind_epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The whole module, and the statistics of a batch norm behind it.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The whole module.
 
     Args:
         x: (batch, channels, height, width).
@@ -60,22 +55,17 @@ def _attention_map(
         centre: Its running mean or any other guess of the mean, in float32.
         applied: Its scale, shift, mean, 1 / standard deviation and variance, (5, channels), if these are known; None to
             take them from this batch.
-        behind_weight: Of a batch norm behind the module, in float32, or None.
-        behind_bias: The same.
-        behind_centre: As `centre`, of that norm; None where there is no such norm, or it has no use for statistics.
         heads: Number of heads.
         dim_key: Channels of q.
         content: Whether content attention is on.
         stride: 1, or 2: average 2 x 2 pixels.
         epsilon: Of the batch norm.
-        behind_epsilon: Of the one behind.
 
     Returns:
-        The output; what the norm behind it applies, as `applied`, with a gradient, or an empty tensor; the output of
-        the column layer, `applied`, the four tensors of the context vectors, and q, k and v in one tensor (pixels,
-        channels), or nothing if it is better to project them again (`KEPT`). It has no four dimensions because
-        torch.compile would copy it, taking it for a map that it wants channels-last, and back again before the backward
-        pass.
+        The output, the output of the column layer, `applied`, the four tensors of the context vectors, and q, k and v
+        in one tensor (pixels, channels), or nothing if it is better to project them again (`KEPT`). It has no four
+        dimensions because torch.compile would copy it, taking it for a map that it wants channels-last, and back again
+        before the backward pass.
     """
     q, v, vectors, projected = project_heads(x, weight, heads, dim_key, content)
     rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()
@@ -87,22 +77,14 @@ def _attention_map(
         assert applied is not None
         applied = applied.clone()  # an operator's results are never its arguments
     turned = vectors.turned if content else None
-    out, sums = calls.attend(
-        q, column, rel_row, "row", norm=applied, context=turned, centre=behind_centre, pool=stride == 2
-    )
-    behind = applied.new_empty(0)
-    if sums is not None:
-        assert behind_centre is not None
-        count = out.shape[:3].numel()
-        behind = calls.norm_statistics(sums, behind_centre, behind_weight, behind_bias, count, behind_epsilon)
-    return to_feature_map(out), behind, column, applied, *vectors, projected
+    out = calls.attend(q, column, rel_row, "row", norm=applied, context=turned, pool=stride == 2).out
+    return to_feature_map(out), column, applied, *vectors, projected
 
 
 def _prepare(*arguments: Any) -> None:
-    x, weight, *_, applied, _, _, behind_centre, heads, dim_key, content, stride, _, _ = arguments
+    x, weight, *_, applied, heads, dim_key, content, stride, _ = arguments
     settings = (heads, dim_key, content, stride)
-    more = applied is None, behind_centre is not None
-    _compile_ahead(_run_training, x.device, x.dtype, tuple(x.shape), weight.shape[0], settings, more)
+    _compile_ahead(_run_training, x.device, x.dtype, tuple(x.shape), weight.shape[0], settings, applied is None)
 
 
 attention_map = prepared_operator("gsanet::attention_map", _attention_map, _prepare)
@@ -110,11 +92,9 @@ attention_map = prepared_operator("gsanet::attention_map", _attention_map, _prep
 
 @attention_map.register_fake
 def _(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    behind_centre, heads, dim_key, content, stride, _, _ = others[-7:]
+    heads, dim_key, content, stride, _ = others[-5:]
     out, column, vectors, projected = empty_results(x, weight, heads, dim_key, content, stride)
-    applied = x.new_empty(5, out.shape[1], dtype=torch.float32)
-    behind = applied.new_empty(0) if behind_centre is None else torch.empty_like(applied)
-    return out, behind, column, applied, *vectors, projected
+    return out, column, x.new_empty(5, out.shape[1], dtype=torch.float32), *vectors, projected
 
 
 def _attention_map_gradient(
@@ -190,13 +170,13 @@ Module = tuple[Tensor, Tensor, Tensor, Tensor]  # x, weight, rel_column, rel_row
 
 @functools.cache
 def _compile_ahead(
-    run: Callable[[Module, Tensor, Settings, tuple[bool, ...]], None],
+    run: Callable[[Module, Tensor, Settings, bool], None],
     device: torch.device,
     dtype: torch.dtype,
     size: tuple[int, int, int, int],
     rows: int,
     settings: Settings,
-    more: tuple[bool, ...],
+    more: bool,
 ) -> None:
     """Compile all kernels of a module at once when it is first met.
 
@@ -214,20 +194,17 @@ def _compile_ahead(
         calls.compile_ahead(device, lambda: run(tensors, norm, settings, more))
 
 
-def _run_training(module: Module, norm: Tensor, settings: Settings, more: tuple[bool, ...]) -> None:
-    """The module and, where its statistics are the batch's, its gradient; perhaps with a norm behind it."""
+def _run_training(module: Module, norm: Tensor, settings: Settings, training: bool) -> None:
+    """The module and, where its statistics are the batch's, its gradient."""
     forward: Any = _attention_map
     gradient: Any = _attention_map_gradient
-    training, behind = more
-    norms = (*norm[:3], None if training else norm, *(norm[:3] if behind else (None,) * 3))
-    out, _, *kept = forward(*module, *norms, *settings, 0.0, 0.0)
+    out, *kept = forward(*module, norm[0], norm[1], norm[2], None if training else norm, *settings, 0.0)
     if training:
         gradient(torch.empty_like(out), *module, *kept, *settings, False)
 
 
-def _run_inference(module: Module, norm: Tensor, settings: Settings, more: tuple[bool, ...]) -> None:
-    """The module with fixed norms, perhaps one of them behind it."""
-    (finish,) = more
+def _run_inference(module: Module, norm: Tensor, settings: Settings, finish: bool) -> None:
+    """The module with fixed norms, one of them behind it if `finish`."""
     _attention_map_inference(*module, norm[:2], norm[:2] if finish else None, *settings)
 
 
@@ -242,28 +219,18 @@ def _module_on_meta(
 
 
 def _save_map(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, rel_column, rel_row, norm_weight, norm_bias, _, applied, *behind, _, _, _, _, _, _ = inputs
-    behind_weight, behind_bias, behind_centre = behind
-    out, behind_applied, *kept = output
-    statistics = (None, None, None) if behind_centre is None else (out, behind_weight, behind_applied)
-    ctx.save_for_backward(*statistics, x, weight, rel_column, rel_row, *kept)
-    ctx.settings = inputs[-6:-2]
+    x, weight, rel_column, rel_row, norm_weight, norm_bias, _, applied, *settings = inputs
+    ctx.save_for_backward(x, weight, rel_column, rel_row, *output[1:])
+    ctx.settings = settings[:-1]
     ctx.fixed = applied is not None
     ctx.has_norm = norm_weight is not None, norm_bias is not None
-    ctx.has_behind_bias = behind_bias is not None
-    ctx.mark_non_differentiable(*(kept if behind_centre is not None else output[1:]))
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def _map_gradient(ctx: Any, d_out: Tensor, d_behind: Tensor | None, *_: Tensor) -> tuple[Tensor | None, ...]:
-    out, behind_weight, behind_applied, *saved = ctx.saved_tensors
-    d_behind_weight = d_behind_bias = None
-    if out is not None and d_behind is not None:
-        through, d_behind_weight, d_behind_bias = statistics_gradient(out, behind_weight, behind_applied, d_behind)
-        d_out = (d_out + through).to(out.dtype)
-    d_x, d_weight, d_column, d_row, d_norm = attention_map_gradient(d_out, *saved, *ctx.settings, ctx.fixed)
+def _map_gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    d_x, d_weight, d_column, d_row, d_norm = attention_map_gradient(d_out, *ctx.saved_tensors, *ctx.settings, ctx.fixed)
     d_norms = (gradient if has else None for gradient, has in zip(d_norm, ctx.has_norm, strict=True))
-    d_behinds = d_behind_weight, d_behind_bias if ctx.has_behind_bias else None
-    return d_x, d_weight, d_column, d_row, *d_norms, None, None, *d_behinds, *(None,) * 7
+    return d_x, d_weight, d_column, d_row, *d_norms, *(None,) * 7
 
 
 attention_map.register_autograd(_map_gradient, setup_context=_save_map)
@@ -340,8 +307,7 @@ def _project_beside(
 def _prepare_inference(*arguments: Any) -> None:
     x, weight, *_, finish, heads, dim_key, content, stride = arguments
     settings = (heads, dim_key, content, stride)
-    more = (finish is not None,)
-    _compile_ahead(_run_inference, x.device, x.dtype, tuple(x.shape), weight.shape[0], settings, more)
+    _compile_ahead(_run_inference, x.device, x.dtype, tuple(x.shape), weight.shape[0], settings, finish is not None)
 
 
 attention_map_inference = prepared_operator(

@@ -43,14 +43,6 @@ def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _statistics_gradient(ctx: Any, d_applied: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, applied = ctx.saved_tensors
-    d_x, d_weight, d_bias = statistics_gradient(x, weight, applied, d_applied)
-    return d_x.to(x.dtype), None, d_weight, d_bias if ctx.has_bias else None, None
-
-
-def statistics_gradient(
-    x: Tensor, weight: Tensor | None, applied: Tensor, d_applied: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Of what `channel_statistics` gives: the gradients of x, in float32, of the weight and of the bias."""
     scale, _, mean, inverse, _ = applied
     d_scale, d_shift, d_mean, d_inverse, d_variance = d_applied
     d_scale = d_scale - d_shift * mean
@@ -59,7 +51,8 @@ def statistics_gradient(
     d_variance = d_variance - 0.5 * inverse**3 * d_inverse
     count = x.numel() // x.shape[1]
     mean, slope, level = (row.view(1, -1, 1, 1) for row in (mean, 2 * d_variance / count, d_mean / count))
-    return (x - mean) * slope + level, None if weight is None else d_scale * inverse, d_shift
+    d_x = ((x - mean) * slope + level).to(x.dtype)
+    return d_x, None, None if weight is None else d_scale * inverse, d_shift if ctx.has_bias else None, None
 
 
 channel_statistics.register_autograd(_statistics_gradient, setup_context=_save_statistics)

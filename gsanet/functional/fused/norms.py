@@ -31,16 +31,11 @@ def batch_norm(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     wide = x.float()
     applied = norm_ops.channel_statistics(x, centre_of(norm, x), *in_float32(norm), norm.eps)
     keep_statistics(norm, applied, x)
-    return normalise(wide, applied).to(x.dtype)
-
-
-def normalise(x: Tensor, applied: Tensor) -> Tensor:
-    """A map in float32 by what a batch norm applies, scale, shift, mean and more, (5, channels)."""
     # One by one: the gradients of slices and of `unbind` would be stored before they are used.
     scale, shift, mean = (applied[row].view(1, -1, 1, 1) for row in range(3))
     mean = mean.detach()
     # About the mean, so that the gradient of the scale is no small difference of large sums.
-    return (x - mean) * scale + (shift + mean * scale)
+    return ((wide - mean) * scale + (shift + mean * scale)).to(x.dtype)
 
 
 def norm_relu_max_pool(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:

@@ -97,14 +97,11 @@ def _refuses_map(
     norm: Norm | Tensor | None,
     *,
     finish: Tensor | None = None,
-    behind: nn.BatchNorm2d | None = None,
     num_heads: int,
     dim_key: int,
     content: bool,
     **others: int | None,
 ) -> str | None:
-    if behind is not None:
-        return "it takes no statistics of the output"
     if not content and rel_column is None and rel_row is None:
         return "there is nothing to attend by"
     dim_out = weight.shape[0] - dim_key * (2 if content else 1)

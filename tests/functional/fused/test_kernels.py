@@ -770,13 +770,10 @@ def opcheck_arguments(device):
     for content, stride in ((True, 1), (False, 2)):
         weight = normal(48 if content else 32, 5, dtype=FLOAT).to(device).requires_grad_()
         settings = (2, 16, content, stride)
-        nothing, own = (None, None, None), (*weight_bias, centre)
-        for behind in (nothing, own):
-            yield module_ops.attention_map, (x, weight, column, row, *own, None, *behind, *settings, 1e-5, 1e-3)
+        yield module_ops.attention_map, (x, weight, column, row, *weight_bias, centre, None, *settings, 1e-5)
         tensors = [one.detach() for one in (x, weight, column, row)]
-        norms = (None, None, centre)
-        out, _, *kept = module_ops.attention_map(*tensors, *norms, None, *nothing, *settings, 1e-5, 0.0)
-        yield module_ops.attention_map, (*tensors, *norms, kept[1], *nothing, *settings, 1e-5, 0.0)
+        out, *kept = module_ops.attention_map(*tensors, None, None, centre, None, *settings, 1e-5)
+        yield module_ops.attention_map, (*tensors, None, None, centre, kept[1], *settings, 1e-5)
         yield module_ops.attention_map_gradient, (torch.ones_like(out), *tensors, *kept, *settings, False)
     weight = normal(48, 5, dtype=FLOAT).to(device).requires_grad_()
     settings = ("row", 2, 16, True, 2)
