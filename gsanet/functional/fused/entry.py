@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from gsanet.functional.fused import available, calls, expansion
 from gsanet.functional.fused.calls.tensors import pixels, to_map
-from gsanet.functional.fused.plan import channel_map
+from gsanet.functional.fused.fitting import fits_entry
 
-wanted = False  # whether blocks whose entry `takes` takes are computed so; read when they are compiled
+wanted = True  # whether blocks whose entry `takes` takes are computed so; read when they are compiled
 
 
 def takes(like: Tensor, channels: int, convolution: nn.Conv2d) -> bool:
@@ -32,7 +32,7 @@ def takes(like: Tensor, channels: int, convolution: nn.Conv2d) -> bool:
     weight = convolution.weight
     if not wanted or like.dtype not in expansion.DTYPES or weight.device != like.device:
         return False
-    planned = weight.shape[1] == channels and (weight.shape[0], 0, channels) in channel_map.CUTS
+    planned = weight.shape[1] == channels and fits_entry(like, weight.shape[0], channels)
     return planned and expansion.is_cast(weight, like)
 
 

@@ -9,7 +9,7 @@ from gsanet.functional.convolution import fused_convolution_relu
 from gsanet.functional.fused import available, calls
 from gsanet.functional.fused.calls.tensors import pixels, to_map
 
-sums_wanted = False  # whether `sum_of_products` is one kernel where that is planned; read at each call
+sums_wanted = True  # whether `sum_of_products` is one kernel where that is planned; read at each call
 
 
 @torch.library.custom_op("gsanet::pixel_products", mutates_args=())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gsanet.functional.fused.calls import launching
-from gsanet.functional.fused.plan import Shape, plan_line
+from gsanet.functional.fused.plan import Shape, plan_channel_map, plan_line
 
 
 def fits(
@@ -34,6 +34,17 @@ def fits(
 def fits_module(like: Tensor, shape: tuple[int, int, int, int, int], stride: int) -> bool:
     """The same for all kernels of a whole module, with all that they do besides."""
     return _fits_module(like.dtype, like.device.index or 0, *map(index, shape), stride)
+
+
+def fits_entry(like: Tensor, channels: int, columns: int) -> bool:
+    """Whether the kernel for the entry of a residual block is the plan; of its convolution's output and its input."""
+    return _fits_entry(like.dtype, like.device.index or 0, channels, columns)
+
+
+@torch.compiler.assume_constant_result
+def _fits_entry(dtype: torch.dtype, device: int, channels: int, columns: int) -> bool:
+    machine, asked = launching.machine(torch.device("cuda", device)), {"level": False, "addend": True, "mask": True}
+    return plan_channel_map(machine, dtype, 1, channels, 0, columns, **asked) is not None
 
 
 @torch.compiler.assume_constant_result

@@ -1,6 +1,7 @@
 """The entry of a residual block, whose gradient takes in the shortcut's and the mask before it: against the layers."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -16,7 +17,6 @@ from torch import fx, nn
 import gsanet
 from gsanet.functional import use_backend
 from gsanet.functional.fused import entry, expansion, expansion_ops
-from gsanet.functional.fused.plan import channel_map
 from gsanet.layers.residual_block import CompiledStage, convert_blocks
 
 # --- Alone.
@@ -89,8 +89,7 @@ def wanted(monkeypatch):
     settings["takes_map"] = lambda x: x.is_contiguous(memory_format=LAST)
     for name, value in settings.items():
         monkeypatch.setattr(expansion, name, value)
-    monkeypatch.setattr(entry, "wanted", True)
-    monkeypatch.setattr(channel_map, "CUTS", {(16, 0, 64): None, (32, 0, 128): None})
+    monkeypatch.setattr(entry, "fits_entry", lambda like, *channels: channels in {(16, 64), (32, 128)})
 
 
 def make_stage(name="conv_resnet26", blocks=3, **options):
@@ -358,18 +357,22 @@ def test_backward_hooks_are_seen(wanted):
     assert not stage[1].takes_mask(x, 64)
 
 
-def test_what_is_taken(monkeypatch):
+def test_what_is_taken(planned, monkeypatch):
     convolution, x = nn.Conv2d(256, 64, 1, bias=False), torch.zeros(1, 8, 2, 2, dtype=BF16)
     with torch.autocast("cpu", BF16):
-        assert not entry.takes(x, 256, convolution)
-        monkeypatch.setattr(entry, "wanted", True)
         assert entry.takes(x, 256, convolution)
         assert not entry.takes(x.float(), 256, convolution)
         assert not entry.takes(x.half(), 256, convolution)  # autocast says otherwise
         assert not entry.takes(x.to("meta"), 256, convolution)
         assert not entry.takes(x, 256, nn.Conv2d(256, 72, 1, bias=False))
     assert not entry.takes(x, 256, convolution)  # a convolution of two dtypes
-    assert entry.takes(x, 256, convolution.to(BF16))
+    convolution.to(BF16)
+    assert entry.takes(x, 256, convolution)
+    planned.machine = replace(planned.machine, shared_memory=32 * 1024)
+    assert not entry.takes(x, 256, convolution)
+    planned.machine = replace(planned.machine, shared_memory=227 * 1024)
+    monkeypatch.setattr(entry, "wanted", False)
+    assert not entry.takes(x, 256, convolution)
 
 
 def test_stages_are_sequences():

@@ -54,8 +54,8 @@ class Cut(NamedTuple):
 # PyTorch; `python benchmarks/plans.py --maps-of-channels` times both.
 CUTS = {
     # Gradients of a residual block's first convolution, with the sum and the mask behind it.
-    (64, 0, 256): Cut(256, parts=1, sets=1, down=32, stages=3, blocks=2),
-    (128, 0, 512): Cut(256, parts=1, sets=1, down=32, stages=5, blocks=1),
+    (64, 0, 256): Cut(256, parts=1, sets=2, down=32, stages=3, blocks=1),
+    (128, 0, 512): Cut(256, parts=1, sets=1, down=64, stages=2, blocks=1),
     (256, 0, 1024): Cut(256, parts=1, sets=1, down=32, stages=4, blocks=1),
     # Gradients of the last one, with its norm.
     (256, 64, 64): Cut(64, parts=1, sets=2, down=16, stages=4, blocks=2),
