@@ -1178,7 +1178,7 @@ def test_a_gradient_that_does_not_fit_on_a_small_card(planned):
 def test_on_a_small_card(kernels, dtype):
     """Less shared memory, so that lines are cut in other ways."""
     kernels.machine = Machine(2, 99 * 1024, 100 * 1024)
-    check_module(kernels, make_module(dtype, 64, (18, 33)).train(), dtype, 2, (18, 33))
+    check_module(kernels, make_module(dtype, 64, (9, 33)).train(), dtype, 1, (9, 33))
     check_positional(kernels, dtype, (1, 3, 70), 8, 8, 16, "row")
     check_function(kernels, content_attention, *[(2, 14, 14, 16, 4)] * 3, dtype=dtype)
 

@@ -4,8 +4,6 @@
 // and does background copies as late as the program allows, so that a missing wait shows (in reverse order as early as it
 // allows, so that a missing barrier before them shows).
 #pragma once
-#include <math.h>
-
 #include "machine.h"
 #include "races.h"
 
@@ -87,20 +85,20 @@ DEVICE float shuffle_xor(float value, int mask, HOST_SITE) {
   return bits_float(warp.results[lane.lane][0]);
 }
 
-DEVICE float square_root(float value) { return sqrtf(value); }
-DEVICE float multiply_then_add(float a, float b, float c) { return fmaf(a, b, c); }  // rounded once
+DEVICE float square_root(float value) { return __builtin_sqrtf(value); }
+DEVICE float multiply_then_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }  // rounded once
 
 // The larger one, of zeros the positive one; not a number if one of them is not.
 DEVICE float maximum(float one, float other) {
   if (one != one || other != other) return bits_float(0x7fffffff);
-  return one == other ? (signbit(one) ? other : one) : one > other ? one : other;
+  return one == other ? (__builtin_signbit(one) ? other : one) : one > other ? one : other;
 }
 
 namespace host {
-inline float flush(float value) { return fabsf(value) < 0x1p-126f ? copysignf(0.f, value) : value; }
+inline float flush(float value) { return __builtin_fabsf(value) < 0x1p-126f ? __builtin_copysignf(0.f, value) : value; }
 }  // namespace host
 
-DEVICE float power_of_two(float value) { return host::flush(exp2f(host::flush(value))); }
+DEVICE float power_of_two(float value) { return host::flush(__builtin_exp2f(host::flush(value))); }
 DEVICE float exponential(float value) { return power_of_two(value * 1.4426950408889634f); }
 
 DEVICE float to_float(float value) { return value; }
