@@ -96,16 +96,12 @@ def plan_channel_map(
     def shared(stages: int) -> int:
         return cut.shared_bytes(first + second, addend + mask, stages)
 
-    fitting = [stages for stages in range(2, cut.stages + 1) if shared(stages) <= machine.shared_memory]
-    if not fitting:
+    chosen = machine.stages_of(shared, cut.stages, cut.blocks)
+    if chosen is None:
         return None
-
-    def blocks_of(stages: int) -> int:
-        return min(cut.blocks, machine.blocks_of(shared(stages)))
-
-    stages = max(fitting, key=lambda n: (blocks_of(n), n))
+    stages, blocks = chosen
     along = columns // cut.columns
-    pieces = max(1, min(-(-pixels // cut.length), machine.multiprocessors * blocks_of(stages) // along))
+    pieces = max(1, min(-(-pixels // cut.length), machine.multiprocessors * blocks // along))
     constants: dict[str, int | str] = {
         "SCALAR": SCALARS[dtype],
         "FIRST": first,
@@ -116,7 +112,7 @@ def plan_channel_map(
         "DOWN": cut.down,
         "STAGES": stages,
         "WARPS": cut.warps,
-        "BLOCKS": blocks_of(stages),
+        "BLOCKS": blocks,
         "LEVEL": level,
         "ADDEND": addend,
         "MASK": mask,

@@ -82,17 +82,13 @@ def plan_pixel_products(
         return None
     whole = (cut.rows, cut.columns) == (rows, columns)
     triangle = same and whole
-    fitting = [n for n in range(2, cut.stages + 1) if cut.shared_bytes(triangle, n) <= machine.shared_memory]
-    if not fitting:
+    chosen = machine.stages_of(functools.partial(cut.shared_bytes, triangle), cut.stages, cut.blocks)
+    if chosen is None:
         return None
-
-    def blocks_of(stages: int) -> int:
-        return min(cut.blocks, machine.blocks_of(cut.shared_bytes(triangle, stages)))
-
-    stages = max(fitting, key=lambda n: (blocks_of(n), n))
+    stages, blocks = chosen
     down, along = rows // cut.rows, columns // cut.columns
     parts = down * (down + 1) // 2 if same else down * along  # of the products, one for each block
-    pieces = max(1, min(-(-pixels // cut.length), machine.multiprocessors * blocks_of(stages) // parts))
+    pieces = max(1, min(-(-pixels // cut.length), machine.multiprocessors * blocks // parts))
     warps = cut.warps(triangle)
     constants: dict[str, int | str] = {
         "SCALAR": SCALARS[dtype],
@@ -103,7 +99,7 @@ def plan_pixel_products(
         "LENGTH": cut.length,
         "STAGES": stages,
         "WARPS": warps,
-        "BLOCKS": blocks_of(stages),
+        "BLOCKS": blocks,
         "SYMMETRIC": same,
         "WHOLE": whole,
     }

@@ -1,6 +1,7 @@
 """What a plan depends on, the GPU and the layer, and what it is: a kernel and how it is started."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,18 @@ class Machine:
     def blocks_of(self, shared: int) -> int:
         """How many blocks fit on a multiprocessor: each takes a kilobyte more than it asks for."""
         return self.shared_memory_in_all // (shared + 1024)
+
+    def stages_of(self, shared: Callable[[int], int], most: int, blocks: int) -> tuple[int, int] | None:
+        """Stages of a block in shared memory, and blocks on a multiprocessor; None if not even two stages fit.
+
+        Args:
+            shared: Bytes that so many stages take.
+            most: Stages that are wanted; where they do not fit there are fewer, or fewer blocks.
+            blocks: The same; rather so many blocks than so many stages.
+        """
+        fitting = [stages for stages in range(2, most + 1) if shared(stages) <= self.shared_memory]
+        together = [(min(blocks, self.blocks_of(shared(stages))), stages) for stages in fitting]
+        return max(together)[::-1] if together else None
 
 
 @functools.cache
