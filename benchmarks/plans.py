@@ -6,8 +6,7 @@
     python benchmarks/plans.py --maps-of-channels
 
 For each map and each kernel it prints the time of the plan in use, and of the faster ones among all that fit. A cut is
-heads x lines of a block, then warps of a block, then blocks on a multiprocessor. Each plan is timed with and without
-its next lines on their way to the cache (`NEAR_BLOCKS`). With `--projection` it is about the
+heads x lines of a block, then warps of a block, then blocks on a multiprocessor. With `--projection` it is about the
 projection and the context vectors instead, in two kernels or in one (`projections.py`), and compares their results.
 With `--products` it is about sums over pixels of products of channels (`pixel_products.py`), at the networks' shapes,
 and with `--maps-of-channels` about linear maps of each pixel's channels with what is behind them (`channel_maps.py`).
@@ -38,7 +37,6 @@ from gsanet.functional.fused.plan import lines as line_plans
 HEADS = 8
 # The kernels that a plan cuts; "line" is the only one of a module with one axis.
 LINES = ("column", "row", "row's gradient", "column's gradient", "line", "line's gradient")
-NEAR = {"with the next lines brought near": 9, "without": 0}
 Cut = tuple[int, int, int, int]
 Run = Callable[[], object]
 
@@ -163,26 +161,14 @@ def main() -> None:
                         found[cut] = launch
             compile_all((launch.kernel for launch in found.values()), architecture_of(device))
             runs: dict[str, Run] = {"as planned": Graphed(run)}
-            if name in LINES:
-                for words, blocks in NEAR.items():
-                    runs[words] = Graphed(partial(run_near, blocks, run))
             for cut in found:
                 heads, lines, warps, blocks = cut
                 runs[f"{heads} x {lines}, {warps} warps, {blocks} blocks"] = Graphed(partial(run_with, cut, run))
             times = milliseconds(runs, "cuda", 0.02, lambda side, error: print(f"  {side}: {one_line(error)}"))
             first = times.pop("as planned")
-            near = "".join(f", {1e3 * times.pop(words):.0f} {words}" for words in NEAR if words in times)
             fastest = sorted(times.items(), key=lambda item: item[1])[: options.show]
             others = "".join(f"; {cut}: {1e3 * time:.0f}" for cut, time in fastest)
-            print(f"{text}, {name}: {1e3 * first:.0f} us as planned{near}{others}", flush=True)
-
-
-def run_near(blocks: int, run: Run) -> None:
-    """A call of kernels that bring their next lines near if a multiprocessor has at most so many blocks."""
-    line_plans.plan_line.cache_clear()
-    with mock.patch.object(line_plans, "NEAR_BLOCKS", dict.fromkeys(line_plans.NEAR_BLOCKS, blocks)):
-        run()
-    line_plans.plan_line.cache_clear()
+            print(f"{text}, {name}: {1e3 * first:.0f} us as planned{others}", flush=True)
 
 
 def run_with(cut: Cut, run: Run) -> None:

@@ -50,7 +50,6 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
     load_lines<Part::ALL>(tiles, lines, arguments);
     wait_for_copies();
     block_barrier();
-    if constexpr (NEAR) bring_more_near(lines, item + 1, end, arguments);
 
     ValueSums d_values[OWN_PAIRS] = {};
     differentiate_pixels<0>(d_values, d_table, tiles, scores, table, windows, turned);

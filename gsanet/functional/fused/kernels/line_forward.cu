@@ -310,12 +310,6 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
                        arguments.context + lines.image_head(pair, arguments.heads) * VALUE_WIDTH * QUERY_WIDTH);
     wait_for_copies();
     block_barrier();
-    if (NEAR && item + 1 < end) {  // what is read next, while these are worked on
-      Lines following = lines;
-      following.move_to_item(item + 1);
-      bring_lines_near<KEY>(arguments.queries, following, LINES, LENGTH);
-      bring_lines_near<VALUE>(arguments.values, following, LINES, LENGTH);
-    }
 
     if constexpr (WHOLE_LINES) {
       Values own_values[OWN_PAIRS];

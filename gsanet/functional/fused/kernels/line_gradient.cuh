@@ -480,22 +480,6 @@ DEVICE void load_lines(const Tiles& tiles, const LinesType& lines, const Argumen
     copy_in<VALUE>(tiles.values, arguments.values, lines, scale_and_shift(arguments.norm + first_channel, channels, VALUE));
 }
 
-// NEAR: while a block works on its lines, what it will read of them in the end, and all that it will read of the next ones.
-DEVICE void bring_more_near(const Lines& lines, int next, int end, const Arguments& arguments) {
-  if constexpr (ACCUMULATE) bring_lines_near<KEY>(arguments.d_queries, lines, LINES, LENGTH);
-  if (next >= end) return;
-  Lines following = lines;
-  following.move_to_item(next);
-  if constexpr (POOL)
-    bring_lines_near<VALUE>(arguments.gradient, following.pooled(), LINES / 2, LENGTH / 2);
-  else
-    bring_lines_near<VALUE>(arguments.gradient, following, LINES, LENGTH);
-  if constexpr (NORM_GRADIENT) bring_lines_near<VALUE>(arguments.second, following, LINES, LENGTH);
-  bring_lines_near<VALUE>(arguments.values, following, LINES, LENGTH);
-  bring_lines_near<KEY>(arguments.queries, following, LINES, LENGTH);
-  if constexpr (CONTENT_KEYS) bring_lines_near<KEY>(arguments.keys, following, LINES, LENGTH);
-}
-
 // Takes dQ to global memory; ADD: adds it to what is there.
 template <bool ADD, class LinesType>
 DEVICE void store_queries(const Tiles& tiles, const LinesType& lines, const Arguments& arguments) {

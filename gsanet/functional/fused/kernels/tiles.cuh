@@ -126,16 +126,6 @@ struct Lines {
   }
 };
 
-// Has so many lines of a map, with so many pixels each, come to the cache that all multiprocessors share.
-template <int WIDTH>
-DEVICE void bring_lines_near(const Map& map, const Lines& lines, int count, int length) {
-  for (int i = anew(thread_index()); i < count * length; i += THREADS) {
-    const int slot = i / length;
-    if (lines.exists(slot))
-      bring_near(lines.start(map, slot, i - slot * length, WIDTH), HEADS * WIDTH * static_cast<int>(sizeof(T)));
-  }
-}
-
 // LENGTH pixels of the lines that a block works on, where the whole lines are longer; those past their end do not exist.
 struct Piece : Lines {
   int length;     // of a whole line

@@ -12,8 +12,6 @@ from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine, Shape, 
 BAND = 64  # pixels of a line whose scores are held at a time
 LONGEST = 320  # pixels of a line
 SHORT = 16  # pixels of a line up to which more and smaller blocks are faster
-# Kernels with at most so many blocks on a multiprocessor have their next lines come to the cache while they work.
-NEAR_BLOCKS = {"line_forward": 0, "line_backward": 0}
 SHORT_PIECE = 32  # pixels of a piece of a line below which what comes with each pair of pieces outweighs its products
 
 
@@ -156,7 +154,6 @@ def _launch_lines(
         BLOCKS=blocks,
         BAND=BAND,
         VECTOR=shape.vector,
-        NEAR=shape.vector and blocks <= NEAR_BLOCKS.get(entry, 0),
         **{name.upper(): value for name, value in features.items()},
     )
     groups = shape.heads // heads
