@@ -68,6 +68,11 @@ ChannelSums: Any = _structure(
     x=c_void_p, centre=c_void_p, partial=c_void_p, rows=c_longlong, channels=c_int, groups=c_int,
 )  # fmt: skip
 
+NormSums: Any = _structure(
+    "NormSums",
+    x=c_void_p, d_out=c_void_p, applied=c_void_p, partial=c_void_p, rows=c_longlong, channels=c_int, groups=c_int,
+)  # fmt: skip
+
 PixelProducts: Any = _structure(
     "PixelProducts",
     x=c_void_p, y=c_void_p, partial=c_void_p,

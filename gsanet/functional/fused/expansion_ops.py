@@ -22,14 +22,19 @@ def pixel_products(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
     """
     rows = pixels(x)
     others = rows if y is None else pixels(y)
-    found = calls.pixel_products(rows, others) if available.runs_on_device(rows) else None
-    if found is not None:
-        return found
+    sums = None
+    if available.runs_on_device(rows):
+        found = calls.pixel_products(rows, others)
+        if found is not None:
+            return found
+        sums = calls.pixel_sums(others)
+    if sums is None:
+        sums = others.sum(0, dtype=torch.float32)
     if rows.is_cuda and rows.dtype != torch.float32:
         products = torch.mm(others.T, rows, out_dtype=torch.float32)
     else:
         products = others.float().T @ rows.float()
-    return products, others.sum(0, dtype=torch.float32)
+    return products, sums
 
 
 @pixel_products.register_fake

@@ -1,8 +1,9 @@
 """Batch norms as operators of PyTorch, for training: their statistics, and the one before a ReLU and max pooling.
 
-`gsanet::channel_statistics` takes the statistics of a map at the speed of the memory. `gsanet::norm_relu_max_pool` is
-the tail of a ResNet's stem, which writes nothing of the size of its input, with its gradient. `gsanet::max_pool` is
-what is left of it in inference.
+`gsanet::channel_statistics` takes the statistics of a map at the speed of the memory, `gsanet::norm_gradient` the sums
+that a norm's gradient needs; the rest of both is left to torch.compile. `gsanet::norm_relu_max_pool` is the tail of a
+ResNet's stem, which writes nothing of the size of its input, with its gradient. `gsanet::max_pool` is what is left of
+it in inference.
 """
 
 from typing import Any
@@ -17,8 +18,6 @@ from gsanet.functional.inference_only import refuse_gradients
 @torch.library.custom_op("gsanet::channel_statistics", mutates_args=())
 def channel_statistics(x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
     """Of a batch norm: scale, shift, mean, 1 / standard deviation and variance, (5, channels) in float32.
-
-    Its gradient is in PyTorch's operators, for torch.compile to fuse with what follows.
 
     Args:
         x: (batch, channels, height, width), a multiple of 8 channels.
@@ -35,27 +34,27 @@ def _(x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, eps
     return x.new_empty(5, x.shape[1], dtype=torch.float32)
 
 
-def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, _, weight, bias, _ = inputs
-    ctx.save_for_backward(x, weight, output)
-    ctx.has_bias = bias is not None
+@torch.library.custom_op("gsanet::norm_gradient", mutates_args=())
+def norm_gradient(d_out: Tensor, x: Tensor, applied: Tensor, relu: bool) -> Tensor:
+    """What the gradient of a batch norm with the statistics of this batch consists of, (5, channels) in float32.
+
+    Rows a, b and c of d_x = a * d_out + b * x + c, where d_out is zero where the ReLU is closed, and the gradients of
+    the weight and of the bias.
+
+    Args:
+        d_out: (batch, channels, height, width), a multiple of 8 channels.
+        x: The norm's input, the same.
+        applied: From `channel_statistics`.
+        relu: Whether a ReLU follows.
+    """
+    x = _in_order(x)
+    sums = calls.norm_sums(x, _in_order(d_out), applied, relu)
+    return calls.norm_gradient(sums, applied, x.shape[:3].numel(), fixed=False)
 
 
-def _statistics_gradient(ctx: Any, d_applied: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, applied = ctx.saved_tensors
-    scale, _, mean, inverse, _ = applied
-    d_scale, d_shift, d_mean, d_inverse, d_variance = d_applied
-    d_scale = d_scale - d_shift * mean
-    d_mean = d_mean - d_shift * scale
-    d_inverse = d_inverse + (d_scale if weight is None else d_scale * weight)
-    d_variance = d_variance - 0.5 * inverse**3 * d_inverse
-    count = x.numel() // x.shape[1]
-    mean, slope, level = (row.view(1, -1, 1, 1) for row in (mean, 2 * d_variance / count, d_mean / count))
-    d_x = ((x - mean) * slope + level).to(x.dtype)
-    return d_x, None, None if weight is None else d_scale * inverse, d_shift if ctx.has_bias else None, None
-
-
-channel_statistics.register_autograd(_statistics_gradient, setup_context=_save_statistics)
+@norm_gradient.register_fake
+def _(d_out: Tensor, x: Tensor, applied: Tensor, relu: bool) -> Tensor:
+    return torch.empty_like(applied)
 
 
 @torch.library.custom_op("gsanet::norm_relu_max_pool", mutates_args=())

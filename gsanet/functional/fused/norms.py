@@ -1,5 +1,7 @@
 """Batch norms and max pooling of networks on NVIDIA GPUs, where kernels are faster than what they take the place of."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from timm.layers import to_2tuple
@@ -24,18 +26,49 @@ def takes(x: Tensor, norm: nn.BatchNorm2d) -> bool:
     return all(one is None or one.device == x.device for one in (norm.weight, norm.running_mean))
 
 
-def batch_norm(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
-    """As `norm(x)`, for what `takes` takes; for torch.compile, to which all but the statistics is left to fuse."""
-    # Before the statistics: of what comes behind another operator torch.compile would rather keep a result, in float32,
-    # than work it out again in the backward pass.
-    wide = x.float()
-    applied = norm_ops.channel_statistics(x, centre_of(norm, x), *in_float32(norm), norm.eps)
+def batch_norm(x: Tensor, norm: nn.BatchNorm2d, relu: bool = False) -> Tensor:
+    """As `norm(x)`, or `relu(norm(x))`, for what `takes` takes; for torch.compile, to which all but sums is left."""
+    weight, bias = in_float32(norm)
+    with torch.no_grad():
+        # Before the statistics: of what comes behind another operator torch.compile would rather keep a result, in
+        # float32, than work it out again in the backward pass.
+        wide = x.detach().float()
+        applied = norm_ops.channel_statistics(x, centre_of(norm, x), weight, bias, norm.eps)
     keep_statistics(norm, applied, x)
-    # One by one: the gradients of slices and of `unbind` would be stored before they are used.
+    out: Tensor = _BatchNorm.apply(x, wide, weight, bias, applied, relu)
+    return out
+
+
+class _BatchNorm(torch.autograd.Function):
+    """What a norm applies, and a ReLU: only the input is kept, from which the gradient works out what was positive."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, wide: Tensor, weight: Tensor | None, bias: Tensor | None, applied: Tensor, relu: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, applied)
+        ctx.relu, ctx.has_norm = relu, (weight is not None, bias is not None)
+        out = _normalised(wide, applied)
+        return (out.relu() if relu else out).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, applied = ctx.saved_tensors
+        coefficients = norm_ops.norm_gradient(d_out, x, applied, ctx.relu)
+        # About the mean, so that no large numbers cancel.
+        scale, slope, mean = (row.view(1, -1, 1, 1) for row in (coefficients[0], coefficients[1], applied[2]))
+        level = coefficients[4].view(1, -1, 1, 1) * scale / -(x.numel() // x.shape[1])
+        wide, d_wide = x.float(), d_out.float()
+        if ctx.relu:
+            d_wide = torch.where(_normalised(wide, applied) <= 0, 0.0, d_wide)  # what is not a number is kept
+        d_x = (d_wide * scale + (wide - mean) * slope + level).to(x.dtype)
+        d_norm = (coefficients[3 + i] if has else None for i, has in enumerate(ctx.has_norm))
+        return d_x, None, *d_norm, None, None
+
+
+def _normalised(wide: Tensor, applied: Tensor) -> Tensor:
     scale, shift, mean = (applied[row].view(1, -1, 1, 1) for row in range(3))
-    mean = mean.detach()
-    # About the mean, so that the gradient of the scale is no small difference of large sums.
-    return ((wide - mean) * scale + (shift + mean * scale)).to(x.dtype)
+    return (wide - mean) * scale + (shift + mean * scale)
 
 
 def norm_relu_max_pool(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:

@@ -154,6 +154,17 @@ def test_products_by_kernels(kernels):
     assert kernels.entries == {"pixel_products", "sum_pixel_products"}
 
 
+def test_sums_by_a_kernel_beside_a_product(kernels):
+    """Channels for which there is no plan: the product is PyTorch's, but not the sums."""
+    x, y = (feature_map(BF16, 2, channels, 5, 4, seed=channels, device=kernels.device) for channels in (48, 24))
+    with kernels.running():
+        _, sums = expansion_ops.pixel_products(x, y)
+        assert kernels.entries == {"channel_sums"}
+        assert relative_error(sums, y.double().sum((0, 2, 3))) < 1e-5
+        moved = torch.cat((y, y), 1)[:, 4:28]  # not at a multiple of 16 bytes
+        assert relative_error(expansion_ops.pixel_products(x, moved)[1], moved.double().sum((0, 2, 3))) < 1e-5
+
+
 @pytest.mark.parametrize("on", [False, True])
 def test_sum_of_products_by_kernel(kernels, monkeypatch, on):
     monkeypatch.setattr(expansion_ops, "sums_wanted", on)

@@ -131,22 +131,53 @@ def test_statistics_of_a_mean_far_from_zero(kernels):
     check_close("variance", found[4], exact_statistics(x, None, None, 0.0)[4], FLOAT)
 
 
-@pytest.mark.parametrize("with_norm", [True, False])
-@pytest.mark.parametrize("dtype", [FLOAT, BF16])
-def test_gradient_of_channel_statistics(kernels, dtype, with_norm):
-    """Of all five rows at once, each with a weight of its own."""
-    weight, bias, centre = affine(kernels, 16)
-    d_out = normal(5, 16, dtype=FLOAT, seed=9).to(kernels.device)
-    leaves = [feature_map(kernels, dtype, 3, 16, 5, 4), *((weight, bias) if with_norm else ())]
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    none = () if with_norm else (None, None)
-    expected = torch.autograd.grad(exact_statistics(*exact, *none, 0.1), exact, d_out.double())
+def exact_gradient(d_out, x, applied, relu):
+    """Of a norm whose weights are such that it applies this: a, b and c, and the gradients of weight and bias."""
+    scale, shift, mean, inverse, _ = (row.double().view(1, -1, 1, 1) for row in applied)
+    x, d_out = x.double(), d_out.double()
+    if relu:
+        d_out = torch.where(x * scale + shift > 0, d_out, 0)
+    d_weight, d_bias = (d_out * (x - mean) * inverse).sum((0, 2, 3)), d_out.sum((0, 2, 3))
+    scale, mean, inverse = (one.flatten() for one in (scale, mean, inverse))
+    count = x.numel() // x.shape[1]
+    slope = -scale * inverse * d_weight / count
+    return torch.stack((scale, slope, -scale * d_bias / count - slope * mean, d_weight, d_bias))
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        (FLOAT, (2, 64, 9, 7)),
+        (BF16, (2, 64, 9, 7)),
+        (HALF, (1, 8, 1, 2)),
+        (BF16, (2, 296, 9, 8)),  # slices that are not full, threads that are left over
+        (BF16, (4, 256, 14, 14)),  # several rounds of a block
+    ],
+    ids=str,
+)
+def test_norm_gradient(kernels, dtype, shape, relu):
+    x, d_out = feature_map(kernels, dtype, *shape), feature_map(kernels, dtype, *shape, seed=1)
+    weight, bias, _ = affine(kernels, shape[1])
+    applied = exact_statistics(x, weight, bias, 0.1).float()
     with kernels.running():
-        x, *others = leaves
-        found = torch.autograd.grad(norm_ops.channel_statistics(x, centre, *others, *none, 0.1), leaves, d_out)
-    for name, one, other in zip(("x", "weight", "bias")[: len(found)], found, expected, strict=True):
-        check_close(name, one, other, dtype)
+        found = norm_ops.norm_gradient(d_out, x, applied, relu)
+        assert kernels.entries == {"norm_sums", "norm_gradient"}
+        for _ in kernels.other_orders():
+            assert torch.equal(norm_ops.norm_gradient(d_out, x, applied, relu), found), kernels.order
+    for name, one, other in zip("abcwb", found, exact_gradient(d_out, x, applied, relu), strict=True):
+        check_close(name, one, other, FLOAT)
+
+
+def test_what_is_not_a_number_passes_a_closed_norm(kernels):
+    """Of a map that is not finite no gradient is: nothing hides it."""
+    x, d_out = feature_map(kernels, FLOAT, 2, 8, 3, 3), feature_map(kernels, FLOAT, 2, 8, 3, 3, seed=1)
+    applied = exact_statistics(x, None, None, 0.1).float()
+    applied[1] -= 100.0  # all is closed
+    x[1, 2, 0, 1] = float("nan")
+    with kernels.running():
+        found = norm_ops.norm_gradient(d_out, x, applied, True)
+    assert torch.equal(found[1].isnan(), torch.arange(8, device=x.device) == 2)
 
 
 def plain_pool(x, weight, bias, epsilon=1e-5):
@@ -458,8 +489,9 @@ def operators_and_arguments(device):
     x = normal(2, 16, 5, 6, dtype=FLOAT).to(device, memory_format=LAST).requires_grad_()
     weight, bias, centre = (normal(16, dtype=FLOAT, seed=i).to(device) for i in range(3))
     weight.requires_grad_(), bias.requires_grad_()
-    yield norm_ops.channel_statistics, (x, centre, weight, bias, 1e-5)
-    yield norm_ops.channel_statistics, (x, centre, None, None, 1e-5)
+    yield norm_ops.channel_statistics, (x.detach(), centre, weight.detach(), bias.detach(), 1e-5)
+    yield norm_ops.channel_statistics, (x.detach(), centre, None, None, 1e-5)
+    yield norm_ops.norm_gradient, (x.detach() + 1, x.detach(), normal(5, 16, dtype=FLOAT).to(device), True)
     yield norm_ops.norm_relu_max_pool, (x, centre, weight, bias, 1e-5)
     yield norm_ops.norm_relu_max_pool, (x.detach().contiguous().requires_grad_(), centre, None, None, 1e-5)
     out, *kept = norm_ops.norm_relu_max_pool(x.detach(), centre, None, None, 1e-5)
@@ -505,9 +537,10 @@ def test_a_large_stem_on_gpu(gpu, dtype):
 # --- Batch norms that torch.compile trains.
 
 
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("dtype", [FLOAT, BF16])
 @pytest.mark.parametrize("options", NORMS, ids=str)
-def test_batch_norm(kernels, dtype, options):
+def test_batch_norm(kernels, dtype, options, relu):
     norm = make_norm(kernels, **options)
     exact = copy.deepcopy(norm).double()
     for seed in range(2):
@@ -515,11 +548,11 @@ def test_batch_norm(kernels, dtype, options):
         d_out = feature_map(kernels, dtype, 3, 16, 7, 6, seed=5)
         norm.zero_grad(), exact.zero_grad()
         with kernels.running():
-            out = norms.batch_norm(x, norm)
+            out = norms.batch_norm(x, norm, relu)
             out.backward(d_out)
         assert out.dtype == dtype
         exact_x = x.detach().double().requires_grad_()
-        expected = exact(exact_x)
+        expected = exact(exact_x).relu() if relu else exact(exact_x)
         expected.backward(d_out.double())
         check_close("output", out.detach(), expected.detach(), dtype)
         check_close("gradient of x", x.grad, exact_x.grad, dtype)
@@ -528,6 +561,14 @@ def test_batch_norm(kernels, dtype, options):
             check_close(name, parameter.grad, exact.get_parameter(name).grad, dtype)
     for name, buffer in norm.named_buffers():
         check_close(name, buffer, dict(exact.named_buffers())[name], FLOAT)
+
+
+def test_only_the_input_of_a_norm_and_relu_is_kept(kernels):
+    norm, x = make_norm(kernels), feature_map(kernels, FLOAT, 3, 16, 7, 6).requires_grad_()
+    kept = []
+    with kernels.running(), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda index: None):
+        norms.batch_norm(x, norm, relu=True)
+    assert {tensor.data_ptr() for tensor in kept if tensor.numel() >= x.numel()} == {x.data_ptr()}
 
 
 def residual(block):
@@ -570,7 +611,7 @@ def test_compiled_batch_norms(kernels, options):
                 check_close(name, buffer, dict(exact.named_buffers())[name], FLOAT)
         assert len(graphs) == 1
         assert graphs[0].code.count("channel_statistics") >= 2
-    assert kernels.entries == {"channel_sums", "norm_statistics"}
+    assert kernels.entries == {"channel_sums", "norm_statistics", "norm_sums", "norm_gradient"}
 
 
 def test_batch_norms_that_are_not_compiled_are_timms(kernels):

@@ -24,6 +24,8 @@ from gsanet.functional.fused.calls.norms import (
     norm_pool_gradient,
     norm_pool_sums,
     norm_statistics,
+    norm_sums,
+    pixel_sums,
 )
 from gsanet.functional.fused.calls.products import PixelProducts, map_channels, pixel_products, product
 from gsanet.functional.fused.calls.tensors import shape_of, side_by_side
@@ -50,7 +52,9 @@ __all__ = [
     "norm_pool_gradient",
     "norm_pool_sums",
     "norm_statistics",
+    "norm_sums",
     "pixel_products",
+    "pixel_sums",
     "product",
     "project_with_context",
     "shape_of",

@@ -1,4 +1,4 @@
-"""Batch norms and the pooling behind one: `kernels/norm.cu`, `channel_sums.cu` and `norm_pool.cu`."""
+"""Batch norms and the pooling behind one: `kernels/norm.cu`, `channel_sums.cu`, `norm_sums.cu` and `norm_pool.cu`."""
 
 from typing import NamedTuple
 
@@ -64,6 +64,32 @@ def channel_sums(x: Tensor, centre: Tensor) -> Tensor:
     return partial
 
 
+def norm_sums(x: Tensor, d_out: Tensor, applied: Tensor, relu: bool) -> Tensor:
+    """The sums that `norm_gradient` takes, of a batch norm of x and a ReLU; both maps are (batch, x, y, channel)."""
+    rows, channels = x.shape[:3].numel(), x.shape[3]
+    plan, groups = plan_sums(launching.machine_for(x), x.dtype, rows, channels, "norm_sums", relu=relu)
+    partial = x.new_empty(plan.grid[0], 2, channels, dtype=torch.float32)
+    values = arguments.NormSums(
+        x=x.data_ptr(),
+        d_out=d_out.data_ptr(),
+        applied=applied.data_ptr(),
+        partial=partial.data_ptr(),
+        rows=rows,
+        channels=channels,
+        groups=groups,
+    )
+    launching.start(plan, values, x)
+    return partial
+
+
+def pixel_sums(rows: Tensor) -> Tensor | None:
+    """The sums over pixels of (pixels, channels), in float32; None for rows that the kernel does not take."""
+    if not rows.is_contiguous() or rows.data_ptr() % 16 or rows.shape[1] % 8:
+        return None
+    zeros = rows.new_zeros(rows.shape[1], dtype=torch.float32)
+    return channel_sums(rows[None, None], zeros)[:, 0].sum(0)
+
+
 class Pooled(NamedTuple):
     """The output of `norm_pool`; with a norm the raw value that it comes from and that one's place in the window."""
 
@@ -99,7 +125,7 @@ def norm_pool(x: Tensor, applied: Tensor | None) -> Pooled:
 def norm_pool_sums(x: Tensor, d_out: Tensor, peak: Tensor, applied: Tensor) -> Tensor:
     """The sums that `norm_gradient` takes, of the batch norm before a ReLU and max pooling; `x` only for its shape."""
     rows, channels = d_out.shape[:3].numel(), d_out.shape[3]
-    plan, groups = plan_sums(launching.machine_for(d_out), d_out.dtype, rows, channels, "norm_pool_sums")
+    plan, groups = plan_sums(launching.machine_for(d_out), d_out.dtype, rows, channels, "norm_pool_sums", norm=True)
     partial = d_out.new_empty(plan.grid[0], 2, channels, dtype=torch.float32)
     values = arguments.NormPool(
         **_of_map(x),

@@ -31,25 +31,41 @@ def plan_rows(source: str, entry: str, columns: int, numbers: int, **constants: 
     return Launch(kernel, (-(-columns // 32), 1), threads, numbers * threads * 4)
 
 
+# Sums of channels: the file, warps of a block, blocks, and rows that a thread has on their way. Few blocks: enough
+# accesses on their way, and few sums to add afterwards. Those of gradients need more registers.
+SUMS = {
+    "channel_sums": ("channel_sums.cu", 16, 2, 4),
+    "norm_sums": ("norm_sums.cu", 8, 3, 2),
+    "norm_pool_sums": ("norm_pool.cu", 8, 3, 2),
+}
+
+
 @functools.cache
-def plan_sums(machine: Machine, dtype: torch.dtype, rows: int, channels: int, entry: str) -> tuple[Launch, int]:
-    """The sums of a map's channels (`channel_sums`), or those of the gradient of `norm_pool` (`norm_pool_sums`).
+def plan_sums(
+    machine: Machine, dtype: torch.dtype, rows: int, channels: int, entry: str, **features: bool
+) -> tuple[Launch, int]:
+    """The sums of a map's channels (`channel_sums`), or those of a norm's gradient (`norm_sums`, `norm_pool_sums`).
+
+    Args:
+        machine: The GPU.
+        dtype: Of the map.
+        rows: Its pixels.
+        channels: Its channels.
+        entry: The kernel.
+        features: The kernel's switches, in lower case.
 
     Returns:
         The launch, and how many groups of channels, 16 bytes each, a block takes.
     """
-    pooling = entry == "norm_pool_sums"
-    # Few blocks: enough accesses on their way, and few sums to add afterwards. The gradient's needs more registers.
-    warps, blocks = (8, 3) if pooling else (16, 2)
+    source, warps, blocks, on_their_way = SUMS[entry]
     width = 16 // dtype.itemsize
     groups = channels // width
     slices = -(-groups // 32)
     groups = -(-groups // slices)
     constants: dict[str, int | str] = {"SCALAR": SCALARS[dtype], "WARPS": warps, "BLOCKS": blocks}
-    if pooling:
-        constants["NORM"] = 1
-    kernel = specialise("norm_pool.cu" if pooling else "channel_sums.cu", entry, **constants)
-    at_once = (2 if pooling else 4) * (32 * warps // groups)
+    constants |= {name.upper(): int(value) for name, value in features.items()}
+    kernel = specialise(source, entry, **constants)
+    at_once = on_their_way * (32 * warps // groups)
     persistent = max(1, machine.multiprocessors * blocks // slices)
     grid = min(-(-rows // at_once), persistent), slices
     shared = 4 * 2 * width * 32 * warps
