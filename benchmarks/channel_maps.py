@@ -1,8 +1,9 @@
 """Linear maps of each pixel's channels, with what is behind them, against products of PyTorch: timed and compared.
 
 `python benchmarks/plans.py --maps-of-channels` calls this; `CUTS` of `gsanet.functional.fused.plan.channel_map` says
-where our kernel is the plan, and how its blocks work. There are two uses: the gradient of a residual block's first
-convolution with the sum and the mask behind it, and the sum of two products in the gradient of the last one.
+where our kernel is the plan, and how its blocks work. There are three uses: the gradient of a residual block's first
+convolution with the sum and the mask behind it, the sum of two products in the gradient of the last one, and that one
+itself with the sum and the ReLU behind it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from projections import difference, launched
 from torch import Tensor
 
 from gsanet.bench import milliseconds, one_line
+from gsanet.functional.convolution import fused_convolution_relu
 from gsanet.functional.fused import calls
 from gsanet.functional.fused.compiler import architecture_of, compile_all
 from gsanet.functional.fused.plan import channel_map, plan_channel_map
@@ -23,12 +25,15 @@ from gsanet.functional.fused.plan.channel_map import CUTS, Cut
 
 Key = tuple[int, int, int]  # as in CUTS
 
-# Pixels, and channels of the first map, the second and the output. Batches of 256 at 224x224, and of 512 at 64x64.
+# Pixels, channels of the first map, the second and the output, and whether a ReLU follows. Batches of 256 at 224x224,
+# and of 512 at 64x64.
 SHAPES = [
-    (802_816, 64, 0, 256), (200_704, 128, 0, 512), (50_176, 256, 0, 1024),
-    (524_288, 64, 0, 256), (131_072, 128, 0, 512), (32_768, 256, 0, 1024),
-    (802_816, 256, 64, 64), (200_704, 512, 128, 128), (200_704, 512, 256, 256),
-    (524_288, 256, 64, 64), (131_072, 512, 128, 128),
+    (802_816, 64, 0, 256, False), (200_704, 128, 0, 512, False), (50_176, 256, 0, 1024, False),
+    (524_288, 64, 0, 256, False), (131_072, 128, 0, 512, False), (32_768, 256, 0, 1024, False),
+    (802_816, 256, 64, 64, False), (200_704, 512, 128, 128, False), (200_704, 512, 256, 256, False),
+    (524_288, 256, 64, 64, False), (131_072, 512, 128, 128, False),
+    (802_816, 64, 0, 256, True), (200_704, 128, 0, 512, True), (50_176, 256, 0, 1024, True),
+    (524_288, 64, 0, 256, True), (131_072, 128, 0, 512, True),
 ]  # fmt: skip
 
 # What is worth a try: with more warps, or larger parts of the sum, registers would not do.
@@ -87,6 +92,7 @@ def in_float64(
     level: Tensor | None = None,
     addend: Tensor | None = None,
     mask: Tensor | None = None,
+    relu: bool = False,
 ) -> Tensor:
     """What `calls.map_channels` computes."""
     out = first.double() @ weight.double()
@@ -95,13 +101,14 @@ def in_float64(
     for more in (level, addend):
         if more is not None:
             out += more.double()
-    return out if mask is None else torch.where(mask > 0, out, 0)
+    out = out if mask is None else torch.where(mask > 0, out, 0)
+    return out.relu() if relu else out
 
 
-def by_kernel(operands: Mapping[str, Tensor], key: Key, cut: Cut) -> Tensor:
+def by_kernel(operands: Mapping[str, Tensor], relu: bool, key: Key, cut: Cut) -> Tensor:
     """With this cut, whatever the plan is."""
     with forced(key, cut):
-        found = calls.map_channels(**operands)
+        found = calls.map_channels(**operands, relu=relu)
     if found is None:
         raise ValueError("there is no plan for this cut")
     return found
@@ -111,19 +118,20 @@ def by_kernel(operands: Mapping[str, Tensor], key: Key, cut: Cut) -> Tensor:
 def forced(key: Key, cut: Cut) -> Iterator[None]:
     """Plans of this cut."""
     plan_channel_map.cache_clear()
-    with mock.patch.object(channel_map, "CUTS", {key: cut}):
+    with mock.patch.multiple(channel_map, CUTS={key: cut}, RELUS={(key[0], key[2])}):
         yield
     plan_channel_map.cache_clear()
 
 
-def compare(pixels: int, first: int, second: int, columns: int, every: bool) -> None:
+def compare(pixels: int, first: int, second: int, columns: int, relu: bool, every: bool) -> None:
     """Time both ways at one shape, with a cold cache, print the times and how far the results are from exact ones.
 
     Args:
         pixels: Of all maps.
         first: Channels of the first map.
-        second: Channels of the second; 0: it is the entry of a block.
+        second: Channels of the second; 0: it is the entry of a block, or its end.
         columns: Channels of the output.
+        relu: It is the end.
         every: Every cut that is worth a try, and not only the planned one.
     """
     torch.manual_seed(0)
@@ -139,6 +147,13 @@ def compare(pixels: int, first: int, second: int, columns: int, every: bool) -> 
         z, square, level = random(pixels, second), random(second, columns), random(columns)
         operands |= {"second": z, "second_weight": square, "level": level}
         usual = {"two products": lambda: torch.addmm(level, z, square).addmm_(x, weight)}
+    elif relu:
+        level, addend = random(columns), random(pixels, columns)
+        operands |= {"level": level, "addend": addend}
+        # Maps of one row of pixels, channels-last, for cuDNN.
+        map_in, map_out = (one.T[None, :, None] for one in (x, addend))
+        kernel, strides = weight.T[:, :, None, None].contiguous(), ((1, 1), (0, 0), (1, 1))
+        usual = {"cuDNN": lambda: fused_convolution_relu(map_in, kernel, level, map_out, *strides)[0, :, 0].T}
     else:
         addend, mask = random(pixels, columns), random(pixels, columns).relu()
         operands |= {"addend": addend, "mask": mask}
@@ -147,7 +162,7 @@ def compare(pixels: int, first: int, second: int, columns: int, every: bool) -> 
     maps = {name: one for name, one in operands.items() if one.shape[0] == pixels}
     planned = CUTS.get(key)
     cuts = dict.fromkeys([*([] if planned is None else [planned]), *(TRIED[key] if every else [])])
-    runs = {cut: partial(by_kernel, operands, key, cut) for cut in cuts}
+    runs = {cut: partial(by_kernel, operands, relu, key, cut) for cut in cuts}
     compile_all([launch.kernel for run in runs.values() for launch in launched(run)], architecture_of(x.device))
     sides: dict[str, Callable[[], object]] = {name: Graphed(run) for name, run in usual.items()}
     sides |= {_name(cut): Graphed(run) for cut, run in runs.items()}
@@ -157,7 +172,7 @@ def compare(pixels: int, first: int, second: int, columns: int, every: bool) -> 
     before = {name: 1e3 * times.pop(name) for name in usual}
     total = sum(before.values())
     print(
-        f"{pixels} pixels, {first} and {second} to {columns} channels: {total:.0f} us by PyTorch, "
+        f"{pixels} pixels, {first} and {second} to {columns} channels{', ReLU' * relu}: {total:.0f} us by PyTorch, "
         + ", ".join(f"{name} {time:.0f}" for name, time in before.items())
         + f"; bytes {2 * (pixels * columns + sum(one.numel() for one in maps.values())) / 4.2e6:.0f}"
     )
@@ -165,7 +180,7 @@ def compare(pixels: int, first: int, second: int, columns: int, every: bool) -> 
         plan = "as planned" if planned is not None and name == _name(planned) else "not the plan"
         print(f"  {1e3 * time:.0f} us, {total / (1e3 * time):.2f} times faster, {plan}: {name}")
     few = slice(0, 2**16)  # of the pixels
-    expected = in_float64(**operands | {name: one[few] for name, one in maps.items()})
+    expected = in_float64(**operands | {name: one[few] for name, one in maps.items()}, relu=relu)
     worst, repeats = 0.0, True
     for run in runs.values():
         one = run()

@@ -6,11 +6,11 @@
 Forward and backward, compiled, in bfloat16 under autocast, as CUDA graphs that are timed in turns in one process: the
 end of a block at the maps of ResNet-50's four groups and of 64x64 images, two blocks of each of its first three groups,
 then a training step of each network. Sides are `layers`; `expansion`, without the map between the last convolution and
-its norm (`gsanet.functional.fused.expansion`); `sums`, with the sum of two products in its gradient as one kernel; and
-`entries`, where the mask and the sum of a block's gradient are part of the next block's (`entry.py`). It says how far
-apart the gradients of a weight are, and for networks the loss, from the first side. `MOST_CHANNELS_IN` and
-`LEAST_NUMBERS` of `expansion.py`, and `CUTS` of `plan/channel_map.py`, are where to write down what is faster. Needs a
-GPU.
+its norm (`gsanet.functional.fused.expansion`); `sums`, with the sum of two products in its gradient as one kernel;
+`entries`, where the mask and the sum of a block's gradient are part of the next block's (`entry.py`); and `ends`, where
+the convolution with the sum and the ReLU is a kernel of ours too. It says how far apart the gradients of a weight are,
+and for networks the loss, from the first side. `MOST_CHANNELS_IN` and `LEAST_NUMBERS` of `expansion.py`, and `CUTS` of
+`plan/channel_map.py`, are where to write down what is faster. Needs a GPU.
 """
 
 import argparse
@@ -38,6 +38,7 @@ class Side(NamedTuple):
     expansion: bool
     sums: bool = False
     entries: bool = False
+    ends: bool = False
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -45,6 +46,7 @@ class Side(NamedTuple):
         with (
             mock.patch.object(expansion, "wanted", self.expansion),
             mock.patch.object(expansion_ops, "sums_wanted", self.sums),
+            mock.patch.object(expansion_ops, "ends_wanted", self.ends),
             mock.patch.object(entry, "wanted", self.entries),
         ):
             yield
@@ -55,6 +57,7 @@ SIDES = {
     "expansion": Side(True),
     "sums": Side(True, sums=True),
     "entries": Side(True, sums=True, entries=True),
+    "ends": Side(True, sums=True, entries=True, ends=True),
 }
 # (batch, height and width, channels in, channels).
 ENDS = [

@@ -48,24 +48,25 @@ def make_operands(key, pixels, options, dtype=BF16):
     return operands
 
 
-def in_float64(first, weight, second=None, second_weight=None, level=None, addend=None, mask=None):
+def in_float64(first, weight, second=None, second_weight=None, level=None, addend=None, mask=None, relu=False):
     out = first.double() @ weight.double()
     if second is not None:
         out += second.double() @ second_weight.double()
     for more in (level, addend):
         out = out if more is None else out + more.double()
-    return out if mask is None else torch.where(mask > 0, out, 0)
+    out = out if mask is None else torch.where(mask > 0, out, 0)
+    return out.relu() if relu else out
 
 
-def check_exact(kernels, operands):
+def check_exact(kernels, operands, relu=False):
     """Against whole numbers; in other orders too."""
-    expected = in_float64(**operands).to(operands["first"].dtype)
+    expected = in_float64(**operands, relu=relu).to(operands["first"].dtype)
     there = {name: one.to(kernels.device) for name, one in operands.items()}
     with kernels.running():
-        found = calls.map_channels(**there)
+        found = calls.map_channels(**there, relu=relu)
         assert same_bits([found.cpu()], [expected])
         for _ in kernels.other_orders():
-            assert same_bits([calls.map_channels(**there)], [found])
+            assert same_bits([calls.map_channels(**there, relu=relu)], [found])
     assert kernels.entries == {"map_channels"}
 
 
@@ -110,6 +111,20 @@ def test_what_is_behind_the_product(kernels, monkeypatch, chosen):
     key, cut = SMALL_CUTS["two parts"]
     monkeypatch.setattr(plans, "CUTS", {key: cut})
     check_exact(kernels, make_operands(key, 70, set(itertools.compress(OPTIONS, chosen))))
+
+
+@pytest.mark.parametrize("key", [(64, 0, 256), (128, 0, 512)], ids=str)
+def test_ends_of_blocks(kernels, key):
+    kernels.machine = replace(MACHINES["H200"], multiprocessors=key[2] // CUTS[key].columns)
+    check_exact(kernels, make_operands(key, CUTS[key].blocks * CUTS[key].length + 3, ("level", "addend")), relu=True)
+
+
+def test_what_is_not_a_number_passes_a_relu(kernels):
+    operands = make_operands((64, 0, 256), 20, ("level", "addend"))
+    operands["addend"][3, 5] = torch.nan
+    with kernels.running():
+        found = calls.map_channels(**{name: one.to(kernels.device) for name, one in operands.items()}, relu=True)
+    assert found.isnan().nonzero().tolist() == [[3, 5]]
 
 
 def test_half_precision(kernels, monkeypatch):
@@ -245,6 +260,7 @@ def test_what_is_refused(planned):
         return calls.map_channels(**operands | others) is not None
 
     assert takes(level=None, addend=None, mask=None)
+    assert not takes(relu=True)  # not with these channels
     assert calls.map_channels(**{name: one.float() for name, one in operands.items()}) is None
     for name in operands:
         assert not takes(**{name: operands[name].half()})

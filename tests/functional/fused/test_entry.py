@@ -324,7 +324,7 @@ def test_eager(wanted):
 
 
 def test_by_kernels(kernels, monkeypatch):
-    """In 16 bits, with both uses of the kernel, one entry and the gradients of three expansions: as far from exact."""
+    """In 16 bits, with all uses of the kernel: one entry, two ends, the gradients of three expansions. As far from exact."""
     for name, value in {"wanted": True, "LEAST_NUMBERS": 1}.items():
         monkeypatch.setattr(expansion, name, value)
     stage = make_stage(blocks=2, widths=(64, 64), stem_width=64).to(kernels.device)
@@ -333,6 +333,7 @@ def test_by_kernels(kernels, monkeypatch):
     for on in (True, False):
         monkeypatch.setattr(entry, "wanted", on)
         monkeypatch.setattr(expansion_ops, "sums_wanted", on)
+        monkeypatch.setattr(expansion_ops, "ends_wanted", on)
         own = copy.deepcopy(stage)
         with (
             kernels.running(),
@@ -340,7 +341,7 @@ def test_by_kernels(kernels, monkeypatch):
             mock.patch.object(torch.compiler, "is_compiling", return_value=True),
         ):
             found = results(own, own, x)
-        assert len(kernels.constants("map_channels")) == 4  # no more of them the second time
+        assert len(kernels.constants("map_channels")) == 6  # no more of them the second time
         errors.append({key: relative_error(found[key], value) for key, value in expected.items()})
     for key, usual in errors[1].items():
         assert errors[0][key] < 1.3 * usual + 5e-3, key
@@ -403,13 +404,14 @@ def test_network_on_gpu(gpu, monkeypatch):
     for on in (True, False):
         monkeypatch.setattr(entry, "wanted", on)
         monkeypatch.setattr(expansion_ops, "sums_wanted", on)
+        monkeypatch.setattr(expansion_ops, "ends_wanted", on)
         gpu.launched.clear()
         torch._dynamo.reset()
         own = copy.deepcopy(model)
         with gpu.running(poison=False), torch.autocast("cuda", BF16):
             found = results(torch.compile(own, fullgraph=True), own, x)
         launched = [plan.kernel.entry for plan in gpu.launched]
-        assert launched.count("map_channels") == (3 + 6 if on else 0)
+        assert launched.count("map_channels") == (3 + 6 + 5 if on else 0)
         errors.append({key: relative_error(found[key], expected[key]) for key in expected if "." in key})
     torch._dynamo.reset()
     own, usual = (torch.tensor(list(one.values())) for one in errors)

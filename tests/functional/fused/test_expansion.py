@@ -166,6 +166,23 @@ def test_sums_by_a_kernel_beside_a_product(kernels):
 
 
 @pytest.mark.parametrize("on", [False, True])
+def test_end_of_a_block_by_kernel(kernels, monkeypatch, on):
+    """The same as with PyTorch's operators, with a residual and a ReLU; without them it stays theirs."""
+    monkeypatch.setattr(expansion_ops, "ends_wanted", on)
+    layers = [layer.to(kernels.device) for layer in make_layers(64, 256)]
+    x, residual = (feature_map(BF16, 2, channels, 5, 4, seed=channels, device=kernels.device) for channels in (64, 256))
+    exact = [copy.deepcopy(layer).double() for layer in layers]
+    expected = torch.relu(exact[1](exact[0](x.double())) + residual.double())
+    with kernels.running(), torch.autocast(kernels.device, BF16):
+        assert relative_error(expand(x, *layers, residual, relu=True), expected) < 1e-2
+        assert ("map_channels" in kernels.entries) == on
+        kernels.launched.clear()
+        expand(x, *layers, residual)
+        expand(x, *layers, relu=True)
+        assert "map_channels" not in kernels.entries
+
+
+@pytest.mark.parametrize("on", [False, True])
 def test_sum_of_products_by_kernel(kernels, monkeypatch, on):
     monkeypatch.setattr(expansion_ops, "sums_wanted", on)
     first, second = (

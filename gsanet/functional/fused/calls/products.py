@@ -96,6 +96,7 @@ def map_channels(
     level: Tensor | None = None,
     addend: Tensor | None = None,
     mask: Tensor | None = None,
+    relu: bool = False,
 ) -> Tensor | None:
     """For each pixel first @ weight + second @ second_weight + level + addend, zero where the mask is not positive.
 
@@ -107,6 +108,7 @@ def map_channels(
         level: (columns).
         addend: (pixels, columns).
         mask: (pixels, columns).
+        relu: Whether a ReLU follows.
 
     Returns:
         (pixels, columns), or None where this kernel is not the plan: for channels that are not in `CUTS` of
@@ -130,6 +132,7 @@ def map_channels(
         level=level is not None,
         addend=addend is not None,
         mask=mask is not None,
+        relu=relu,
     )
     if plan is None:
         return None

@@ -1,5 +1,6 @@
 // The same linear map for each pixel's channels, and what is behind it: out = [first | second] weight + LEVEL + ADDEND, zero where
-// MASK is not positive, each as it is asked for. It is the gradient of a 1x1 convolution with the sum and the ReLU before it.
+// MASK is not positive, or, with RELU, where it is negative itself, each as it is asked for. It is a 1x1 convolution with the sum and
+// the ReLU behind it, or the gradient of one with those before it.
 //
 // A block has COLUMNS channels of the output, and goes through every block_count()-th stretch of LENGTH pixels; the next STAGES - 1
 // of them are on their way meanwhile. Blocks that have other columns of the same pixels run beside it and find these in the cache.
@@ -225,6 +226,10 @@ KERNEL(THREADS, BLOCKS) map_channels(const Arguments arguments) {
           const Eight mask = Eight::load(own_place + ADDEND * THREADS * ACCESS);
 #pragma unroll
           for (int j = 0; j < 8; ++j) sum.values[j] = mask.values[j] > 0.f ? sum.values[j] : 0.f;
+        }
+        if constexpr (RELU) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) sum.values[j] = sum.values[j] <= 0.f ? 0.f : sum.values[j];  // what is not a number is kept
         }
         if (own_pixel + eight * 8 < count) sum.store(out + eight * 8 * ALL_COLUMNS);
       }

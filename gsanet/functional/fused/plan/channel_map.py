@@ -53,7 +53,8 @@ class Cut(NamedTuple):
 # By channels of the first map, of the second (0: there is none), and of the output. What is not here is for products of
 # PyTorch; `python benchmarks/plans.py --maps-of-channels` times both.
 CUTS = {
-    # Gradients of a residual block's first convolution, with the sum and the mask behind it.
+    # Gradients of a residual block's first convolution, with the sum and the mask behind it, and the last convolution
+    # itself, with the sum and the ReLU.
     (64, 0, 256): Cut(256, parts=1, sets=2, down=32, stages=3, blocks=1),
     (128, 0, 512): Cut(256, parts=1, sets=1, down=64, stages=2, blocks=1),
     (256, 0, 1024): Cut(256, parts=1, sets=1, down=32, stages=4, blocks=1),
@@ -61,6 +62,11 @@ CUTS = {
     (256, 64, 64): Cut(64, parts=1, sets=2, down=16, stages=4, blocks=2),
     (512, 128, 128): Cut(128, parts=2, sets=1, down=32, stages=4, blocks=1),
 }
+
+
+# Channels of the first map and of the output with which a ReLU behind a sum is the plan: with more of them there is
+# more to multiply than to move, where cuDNN is faster.
+RELUS = {(64, 256), (128, 512)}
 
 
 @functools.cache
@@ -75,6 +81,7 @@ def plan_channel_map(
     level: bool,
     addend: bool,
     mask: bool,
+    relu: bool = False,
 ) -> Launch | None:
     """How pixels are shared, or None where this kernel is not the plan.
 
@@ -88,8 +95,9 @@ def plan_channel_map(
         level: Whether a number is added to each column.
         addend: Whether a map is added.
         mask: Whether only pixels and columns count where a map is positive.
+        relu: Whether a ReLU follows.
     """
-    cut = CUTS.get((first, second, columns))
+    cut = CUTS.get((first, second, columns)) if not relu or (first, columns) in RELUS else None
     if cut is None or dtype.itemsize != 2 or pixels >= 2**31:
         return None
 
@@ -116,6 +124,7 @@ def plan_channel_map(
         "LEVEL": level,
         "ADDEND": addend,
         "MASK": mask,
+        "RELU": relu,
     }
     kernel = specialise("channel_map.cu", "map_channels", **constants)
     return Launch(kernel, (pieces, along), 32 * cut.warps, shared(stages))
