@@ -324,7 +324,7 @@ def test_eager(wanted):
 
 
 def test_by_kernels(kernels, monkeypatch):
-    """In 16 bits, with all uses of the kernel: one entry, two ends, the gradients of three expansions. As far from exact."""
+    """In 16 bits, all uses of the kernel: one entry, two ends, gradients of three expansions. As far from exact."""
     for name, value in {"wanted": True, "LEAST_NUMBERS": 1}.items():
         monkeypatch.setattr(expansion, name, value)
     stage = make_stage(blocks=2, widths=(64, 64), stem_width=64).to(kernels.device)
