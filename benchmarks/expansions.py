@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import gsanet
 from gsanet.bench import TrainingStep, environment
-from gsanet.functional.fused import entry, expansion, expansion_ops
+from gsanet.functional.fused import entry, expansion, expansion_ops, pointwise
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 
 
@@ -46,7 +46,7 @@ class Side(NamedTuple):
         with (
             mock.patch.object(expansion, "wanted", self.expansion),
             mock.patch.object(expansion_ops, "sums_wanted", self.sums),
-            mock.patch.object(expansion_ops, "ends_wanted", self.ends),
+            mock.patch.object(pointwise, "many_wanted", self.ends),
             mock.patch.object(entry, "wanted", self.entries),
         ):
             yield

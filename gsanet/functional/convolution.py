@@ -1,7 +1,7 @@
 """A convolution with what follows it in inference: bias, residual and ReLU in one pass over memory.
 
 On an NVIDIA GPU, in 16 bits, it is an operator around cuDNN's fused convolutions, to which neither eager PyTorch nor
-`torch.compile` comes by itself, and around a kernel of this package for 1x1 convolutions of few pixels. Everywhere else
+`torch.compile` comes by itself, and around kernels of this package for 1x1 convolutions. Everywhere else
 it is PyTorch's own operations, which any device, exporter and autograd know.
 """
 
@@ -122,6 +122,10 @@ def fused_convolution_relu(
     if few is not None:
         return few
     settings = tuple(stride), tuple(padding), tuple(dilation)
+    if residual is not None and tuple(weight.shape[2:]) == (1, 1) and settings[:2] == ((1, 1), (0, 0)):
+        many = pointwise.convolve_many(x, weight, bias, residual)
+        if many is not None:
+            return many
     key = x.device, x.dtype, tuple(x.shape), tuple(weight.shape), residual is not None, settings
     out = None
     if key not in _refused and _may_use_cudnn():

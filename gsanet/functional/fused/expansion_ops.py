@@ -9,10 +9,7 @@ from gsanet.functional.convolution import fused_convolution_relu
 from gsanet.functional.fused import available, calls
 from gsanet.functional.fused.calls.tensors import pixels, to_map
 
-# Whether `sum_of_products`, and an expansion with a sum and a ReLU, are one kernel where that is planned; read at each
-# call.
-sums_wanted = True
-ends_wanted = True
+sums_wanted = True  # whether `sum_of_products` is one kernel where that is planned; read at each call
 
 
 @torch.library.custom_op("gsanet::pixel_products", mutates_args=())
@@ -106,11 +103,7 @@ def expansion(
         masked: Whether the output's gradient is zero already where the ReLU is closed.
     """
     rows = pixels(x)
-    if relu and residual is not None and ends_wanted and available.runs_on_device(rows):
-        ended = calls.map_channels(rows, folded.T.contiguous(), level=shift, addend=pixels(residual), relu=True)
-        if ended is not None:
-            return to_map(ended, x)
-    if relu and x.is_cuda:
+    if relu and available.runs_on_device(rows):
         weight = folded[:, :, None, None]
         return fused_convolution_relu(x, weight, shift, residual, (1, 1), (0, 0), (1, 1))
     out = to_map(torch.addmm(shift, rows, folded.T), x)

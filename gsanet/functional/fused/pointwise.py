@@ -1,12 +1,15 @@
-"""1x1 convolutions of few pixels by a kernel of this package: `kernels/product.cu`."""
+"""1x1 convolutions by kernels of this package: of few pixels, `kernels/product.cu`, and of many, `channel_map.cu`."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from gsanet.functional.fused import available, calls
+from gsanet.functional.fused.calls.tensors import pixels, to_map
 
 wanted = True  # whether few pixels are computed so, and blocks around them as one operator; read at each call
+many_wanted = True  # whether many are; read at each call
+MANY = 2**24  # numbers of an output from which on a launch more, for the weight, does not count
 
 
 def convolve_few(
@@ -44,3 +47,19 @@ def convolve_few(
         early_weight=early_weight,
     )
     return None if out is None else out.permute(0, 3, 1, 2)
+
+
+def convolve_many(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor | None:
+    """relu(1x1 convolution of x + bias + residual); None where the kernel is not wanted or not the plan.
+
+    Args:
+        x: (batch, channels, height, width), channels-last.
+        weight: (channels out, channels, 1, 1).
+        bias: (channels out,).
+        residual: Of the output's shape.
+    """
+    if not many_wanted or residual.numel() < MANY or not available.take(x):
+        return None
+    turned = weight.flatten(1).T.contiguous()
+    out = calls.map_channels(pixels(x), turned, level=bias, addend=pixels(residual), relu=True)
+    return None if out is None else to_map(out, x)

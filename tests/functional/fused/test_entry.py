@@ -16,7 +16,7 @@ from torch import fx, nn
 
 import gsanet
 from gsanet.functional import use_backend
-from gsanet.functional.fused import entry, expansion, expansion_ops
+from gsanet.functional.fused import entry, expansion, expansion_ops, pointwise
 from gsanet.layers.residual_block import CompiledStage, convert_blocks
 
 # --- Alone.
@@ -327,13 +327,15 @@ def test_by_kernels(kernels, monkeypatch):
     """In 16 bits, all uses of the kernel: one entry, two ends, gradients of three expansions. As far from exact."""
     for name, value in {"wanted": True, "LEAST_NUMBERS": 1}.items():
         monkeypatch.setattr(expansion, name, value)
+    monkeypatch.setattr(pointwise, "MANY", 1)
+    monkeypatch.setattr(pointwise, "wanted", False)
     stage = make_stage(blocks=2, widths=(64, 64), stem_width=64).to(kernels.device)
     x = feature_map(BF16, 2, 64, 5, 4, device=kernels.device).requires_grad_()
     expected, errors = in_float64(call, stage, x), []
     for on in (True, False):
         monkeypatch.setattr(entry, "wanted", on)
         monkeypatch.setattr(expansion_ops, "sums_wanted", on)
-        monkeypatch.setattr(expansion_ops, "ends_wanted", on)
+        monkeypatch.setattr(pointwise, "many_wanted", on)
         own = copy.deepcopy(stage)
         with (
             kernels.running(),
@@ -397,6 +399,8 @@ def test_network_on_gpu(gpu, monkeypatch):
     x = torch.randn(64, 3, 32, 32, device="cuda").to(memory_format=LAST)
     monkeypatch.setattr(expansion, "LEAST_NUMBERS", 1)
     monkeypatch.setattr(expansion, "wanted", True)
+    monkeypatch.setattr(pointwise, "MANY", 1)
+    monkeypatch.setattr(pointwise, "wanted", False)
     with use_backend("reference"):
         exact = copy.deepcopy(model).double()
         expected = results(exact, exact, x.double())
@@ -404,7 +408,7 @@ def test_network_on_gpu(gpu, monkeypatch):
     for on in (True, False):
         monkeypatch.setattr(entry, "wanted", on)
         monkeypatch.setattr(expansion_ops, "sums_wanted", on)
-        monkeypatch.setattr(expansion_ops, "ends_wanted", on)
+        monkeypatch.setattr(pointwise, "many_wanted", on)
         gpu.launched.clear()
         torch._dynamo.reset()
         own = copy.deepcopy(model)

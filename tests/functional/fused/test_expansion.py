@@ -14,7 +14,7 @@ from torch import fx, nn
 
 import gsanet
 from gsanet.functional import use_backend
-from gsanet.functional.fused import expansion, expansion_ops
+from gsanet.functional.fused import expansion, expansion_ops, pointwise
 from gsanet.functional.fused.expansion import expand, takes
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 from gsanet.layers.residual_block import CompiledBottleneckBlock, CompiledSelfAttnBlock
@@ -168,7 +168,8 @@ def test_sums_by_a_kernel_beside_a_product(kernels):
 @pytest.mark.parametrize("on", [False, True])
 def test_end_of_a_block_by_kernel(kernels, monkeypatch, on):
     """The same as with PyTorch's operators, with a residual and a ReLU; without them it stays theirs."""
-    monkeypatch.setattr(expansion_ops, "ends_wanted", on)
+    for name, value in {"many_wanted": on, "MANY": 2 * 20 * 256, "wanted": False}.items():
+        monkeypatch.setattr(pointwise, name, value)
     layers = [layer.to(kernels.device) for layer in make_layers(64, 256)]
     x, residual = (feature_map(BF16, 2, channels, 5, 4, seed=channels, device=kernels.device) for channels in (64, 256))
     exact = [copy.deepcopy(layer).double() for layer in layers]
