@@ -15,6 +15,7 @@ from functional.fused.test_product import SHAPES
 
 import gsanet
 from gsanet.functional.fused.compiler import compile_all, unavailable
+from gsanet.functional.fused.norm_ops import norm_gradient
 from gsanet.functional.fused.plan import (
     Launch,
     Machine,
@@ -124,14 +125,17 @@ def test_gradients_of_long_lines_compile_and_fit(planned, architecture, dim, siz
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("architecture", MACHINES)
-def test_kernels_of_the_stem_compile_and_fit(planned, architecture, dtype):
+def test_kernels_of_norms_compile_and_fit(planned, architecture, dtype):
     planned.machine = MACHINES[architecture]
     stem = gsanet.create_model("gsa_resnet50", stem_width=64).stem.to(dtype)
     stem(torch.zeros(1, 3, 16, 16, dtype=dtype).to(memory_format=torch.channels_last)).sum().backward()
+    for relu in (False, True):  # of the norms behind it, when they are compiled
+        x = torch.zeros(1, 64, 4, 4, dtype=dtype).to(memory_format=torch.channels_last)
+        norm_gradient(x, x, torch.zeros(5, 64), relu)
     plans = dict.fromkeys(planned.launched)
     binaries = compile_all([plan.kernel for plan in plans], architecture, workers=2)
     assert planned.entries == {
-        "channel_sums", "norm_statistics", "norm_pool", "norm_pool_sums", "norm_gradient", "norm_pool_gradient",
+        "channel_sums", "norm_statistics", "norm_pool", "norm_pool_sums", "norm_gradient", "norm_pool_gradient", "norm_sums",
     }  # fmt: skip
     check_that_they_fit(planned.machine, binaries, plans)
 
@@ -147,11 +151,14 @@ def test_kernels_of_pixel_products_compile_and_fit(architecture):
 
 @pytest.mark.parametrize("architecture", MACHINES)
 def test_maps_of_channels_compile_and_fit(architecture):
-    """All that are planned, as they are used: gradients that enter a block, and sums of two products."""
+    """All that are planned, as they are used: gradients that enter a block, its end, and sums of two products."""
     machine, plans = MACHINES[architecture], {}
     for key in channel_map.CUTS:
         options = {"level": key[1] > 0, "addend": key[1] == 0, "mask": key[1] == 0}
         plans[plan_channel_map(machine, torch.bfloat16, 2**18, *key, **options)] = None
+    for first, columns in channel_map.RELUS:
+        options = {"level": True, "addend": True, "mask": False, "relu": True}
+        plans[plan_channel_map(machine, torch.bfloat16, 2**18, first, 0, columns, **options)] = None
     check_that_they_fit(machine, compile_all([plan.kernel for plan in plans], architecture, workers=2), plans)
 
 
