@@ -135,7 +135,8 @@ def test_kernels_of_norms_compile_and_fit(planned, architecture, dtype):
     plans = dict.fromkeys(planned.launched)
     binaries = compile_all([plan.kernel for plan in plans], architecture, workers=2)
     assert planned.entries == {
-        "channel_sums", "norm_statistics", "norm_pool", "norm_pool_sums", "norm_gradient", "norm_pool_gradient", "norm_sums",
+        "channel_sums", "norm_statistics", "norm_sums", "norm_gradient",
+        "norm_pool", "norm_pool_sums", "norm_pool_gradient",
     }  # fmt: skip
     check_that_they_fit(planned.machine, binaries, plans)
 
