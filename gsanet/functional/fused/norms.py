@@ -28,31 +28,35 @@ def takes(x: Tensor, norm: nn.BatchNorm2d) -> bool:
 
 def batch_norm(x: Tensor, norm: nn.BatchNorm2d, relu: bool = False) -> Tensor:
     """As `norm(x)`, or `relu(norm(x))`, for what `takes` takes; for torch.compile, to which all but sums is left."""
-    weight, bias = in_float32(norm)
-    with torch.no_grad():
-        # Before the statistics: of what comes behind another operator torch.compile would rather keep a result, in
-        # float32, than work it out again in the backward pass.
-        wide = x.detach().float()
-        applied = norm_ops.channel_statistics(x, centre_of(norm, x), weight, bias, norm.eps)
+    out, applied = _BatchNorm.apply(x, centre_of(norm, x), *in_float32(norm), norm.eps, relu)
     keep_statistics(norm, applied, x)
-    out: Tensor = _BatchNorm.apply(x, wide, weight, bias, applied, relu)
     return out
 
 
 class _BatchNorm(torch.autograd.Function):
-    """What a norm applies, and a ReLU: only the input is kept, from which the gradient works out what was positive."""
+    """A norm, perhaps with a ReLU, and what it applies.
+
+    Only the input is kept: the gradient works out from it where the ReLU was open.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, wide: Tensor, weight: Tensor | None, bias: Tensor | None, applied: Tensor, relu: bool
-    ) -> Tensor:
+        ctx: Any, x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, relu: bool
+    ) -> tuple[Tensor, Tensor]:
+        # Before the statistics: of what comes behind another operator torch.compile would rather keep a result, in
+        # float32, than work it out again in the backward pass.
+        wide = x.float()
+        applied = norm_ops.channel_statistics(x, centre, weight, bias, epsilon)
         ctx.save_for_backward(x, applied)
         ctx.relu, ctx.has_norm = relu, (weight is not None, bias is not None)
+        ctx.mark_non_differentiable(applied)
         out = _normalised(wide, applied)
-        return (out.relu() if relu else out).to(x.dtype)
+        out = out.relu() if relu else out
+        # Not `out.to(x.dtype)` in float32, which is `out` itself: torch.compile of PyTorch 2.11 then loses gradients.
+        return out if out.dtype == x.dtype else out.to(x.dtype), applied
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         x, applied = ctx.saved_tensors
         coefficients = norm_ops.norm_gradient(d_out, x, applied, ctx.relu)
         # About the mean, so that no large numbers cancel.
@@ -62,8 +66,8 @@ class _BatchNorm(torch.autograd.Function):
         if ctx.relu:
             d_wide = torch.where(_normalised(wide, applied) <= 0, 0.0, d_wide)  # what is not a number is kept
         d_x = (d_wide * scale + (wide - mean) * slope + level).to(x.dtype)
-        d_norm = (coefficients[3 + i] if has else None for i, has in enumerate(ctx.has_norm))
-        return d_x, None, *d_norm, None, None
+        d_weight, d_bias = (coefficients[3 + i] if has else None for i, has in enumerate(ctx.has_norm))
+        return d_x, None, d_weight, d_bias, None, None
 
 
 def _normalised(wide: Tensor, applied: Tensor) -> Tensor:
