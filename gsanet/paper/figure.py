@@ -141,7 +141,7 @@ def _draw_setting(setting: Setting, networks: list[list[Run]], file: Path) -> No
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 5.2), layout="constrained")
+    figure = Figure(figsize=(13, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     plots: Any = figure.subplots(1, 3, sharey=True)
     with_names = []
@@ -201,26 +201,33 @@ def _scatter(plot: Any, points: list[tuple[str, float, float]]) -> None:
 
 
 def _write_names(plot: Any, points: list[tuple[str, float, float]]) -> None:
-    """The points' names, each at the first place beside its point where it covers no other name and no point."""
+    """The points' names, each at the first place near its point where it covers no other name and no point.
+
+    Where that is not beside the point a line leads to it.
+    """
     from matplotlib.patheffects import withStroke
+    from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
     halo = [withStroke(linewidth=3, foreground="white", alpha=0.8)]  # they cross lines
     centres = plot.transData.transform([place for _, *place in points])
     taken: list[Any] = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in centres]
     for name, *place in sorted(points):
-        for down, align in product((4, -9, 13, -18, 22, -27), ("left", "right")):
-            offset = (4 if align == "left" else -4, down)
+        for down, align in product((4, -9, 18, -23, 30, -35, 42, -47, 54, -59, 66, -71), ("left", "right")):
+            far = down not in (4, -9)
+            away = 12 if far else 4
             text = plot.annotate(
                 name,
                 place,
-                xytext=offset,
+                xytext=(away if align == "left" else -away, down),
+                arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.7, "shrinkB": 3} if far else None,
                 textcoords="offset points",
                 fontsize="x-small",
                 horizontalalignment=align,
                 path_effects=halo,
             )
-            box = text.get_window_extent()
+            text.update_positions(plot.figure.canvas.get_renderer())
+            box = Text.get_window_extent(text)  # without the line
             if plot.bbox.x0 < box.x0 and box.x1 < plot.bbox.x1 and not any(box.overlaps(other) for other in taken):
                 break
             text.remove()
