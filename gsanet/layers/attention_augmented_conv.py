@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gsanet.functional.checks import check_feature_map
 from gsanet.functional.lean import fit_table
+from gsanet.functional.scores import add_scores
 from gsanet.layers.attention import Combination, Properties
 from gsanet.layers.relative import RelativeTables
 
@@ -119,9 +120,11 @@ class AttentionAugmentedConv(RelativeTables):
         q = q * q.shape[-1] ** -0.5
         columns = fit_table(self.rel_column, height, reach=None).unfold(0, height, 1).flip(0)  # x, k, i
         rows = fit_table(self.rel_row, width, reach=None).unfold(0, width, 1).flip(0)  # y, k, j
-        scores = torch.einsum("bxynk,bijnk->bnxyij", q, k)
-        scores = scores + torch.einsum("bxynk,xki->bnxyi", q, columns).unsqueeze(-1)
-        scores = scores + torch.einsum("bxynk,ykj->bnxyj", q, rows).unsqueeze(-2)
+        scores = add_scores(
+            torch.einsum("bxynk,bijnk->bnxyij", q, k),
+            torch.einsum("bxynk,xki->bnxyi", q, columns).unsqueeze(-1),
+            torch.einsum("bxynk,ykj->bnxyj", q, rows).unsqueeze(-2),
+        )
         weights = scores.flatten(4).softmax(dim=-1).unflatten(-1, (height, width)).to(v.dtype)
         return torch.einsum("bnxyij,bijnv->bnvxy", weights, v).flatten(1, 2)
 

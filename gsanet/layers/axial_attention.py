@@ -20,6 +20,7 @@ from gsanet.functional.attention import apply_norm, to_feature_map
 from gsanet.functional.checks import check_feature_map, check_heads
 from gsanet.functional.lean import fit_table
 from gsanet.functional.pooling import average_pool
+from gsanet.functional.scores import add_scores
 from gsanet.layers.attention import Combination, Properties
 from gsanet.layers.relative import RelativeTables
 
@@ -93,5 +94,8 @@ def axial_attention(q: Tensor, k: Tensor, v: Tensor, rel: Tensor) -> Tensor:
     length = q.shape[1]
     q = q * q.shape[-1] ** -0.5
     embeddings = fit_table(rel, length, reach=None).unfold(0, length, 1).flip(0)  # x, k, i
-    scores = torch.einsum("bxynk,biynk->bynxi", q, k) + torch.einsum("bxynk,xki->bynxi", q, embeddings)
+    scores = add_scores(
+        torch.einsum("bxynk,biynk->bynxi", q, k),
+        torch.einsum("bxynk,xki->bynxi", q, embeddings),
+    )
     return torch.einsum("bynxi,biynv->bxynv", scores.softmax(dim=-1).to(v.dtype), v)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gsanet.functional.checks import check_feature_map, check_half_heads, check_window
 from gsanet.functional.local import local_mix, local_scores, outside
 from gsanet.functional.pooling import average_pool
+from gsanet.functional.scores import add_scores
 from gsanet.layers.attention import Attention, Combination, Properties
 
 
@@ -79,8 +80,10 @@ class StandAloneAttention(Attention):
         projected = F.linear(x.permute(0, 2, 3, 1), self.qkv.weight.flatten(1))
         q, k, v = projected.unflatten(-1, (3, self.num_heads, -1)).unbind(3)  # b, x, y, n, k
         embeddings = offset_embeddings(self.rel_x, self.rel_y)  # o, k
-        scores = local_scores(q, k, self.window, padding=self.window // 2)
-        scores = scores + torch.einsum("bxynk,ok->bxyno", q, embeddings.to(q.dtype))
+        scores = add_scores(
+            local_scores(q, k, self.window, padding=self.window // 2),
+            torch.einsum("bxynk,ok->bxyno", q, embeddings.to(q.dtype)),
+        )
         hidden = outside((x.shape[2], x.shape[3]), self.window, x.device)[:, :, None]
         weights = scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1).to(v.dtype)
         out = local_mix(weights, v, self.window, padding=self.window // 2).flatten(3).permute(0, 3, 1, 2)
@@ -160,7 +163,10 @@ class AttentionStem(Attention):
         places = self.place_x[:, None] + self.place_y  # a, b, channel
         mix = (places.flatten(0, 1) @ self.mixer.T).softmax(dim=-1).to(q.dtype)  # place, m
         v = torch.einsum("bxypnkm,pm->bxypnk", torch.stack(values, dim=-1), mix)
-        scores = torch.einsum("bxypnk,bxyonk->bxynpo", q, k) + torch.einsum("bxypnk,pok->bxynpo", q, rel.to(q.dtype))
+        scores = add_scores(
+            torch.einsum("bxypnk,bxyonk->bxynpo", q, k),
+            torch.einsum("bxypnk,pok->bxynpo", q, rel.to(q.dtype)),
+        )
         weights = scores.masked_fill(self.filled(size, x.device), -torch.inf).softmax(dim=-1).to(v.dtype)
         out = torch.einsum("bxynpo,bxyonk->bnkxpy", weights, v).flatten(1, 2)  # b, channel, x, place, y
         out = out.unflatten(3, (block, block)).movedim(4, 5).flatten(4, 5).flatten(2, 3)
