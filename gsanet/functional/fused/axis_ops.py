@@ -19,9 +19,9 @@ from gsanet.functional.fused import calls
 from gsanet.functional.fused.prepared import prepared_operator
 from gsanet.functional.fused.projection import (
     empty_results,
-    project,
     project_gradient,
     project_heads,
+    recall,
     split,
 )
 
@@ -73,7 +73,7 @@ def _attention_map(
 
     Returns:
         The output, the four tensors of the context vectors, and q, k and v in one tensor (pixels, channels), or nothing
-        (see `kept`).
+        (see `channels_kept`).
     """
     q, v, vectors, projected = project_heads(x, weight, heads, dim_key, content)
     context = vectors.turned if content else None
@@ -107,7 +107,7 @@ def _attention_map_gradient(
     stride: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and rel."""
-    q, k, v = split(projected if projected.numel() else project(x, weight), x, heads, dim_key, content)
+    q, k, v = recall(projected, x, weight, heads, dim_key, content)
     d_projected = q.new_empty(q.shape[:3].numel(), weight.shape[0])
     d_q, d_k, d_v = split(d_projected, x, heads, dim_key, content)
     d_out = d_out.permute(0, 2, 3, 1).contiguous().unflatten(-1, (heads, -1))

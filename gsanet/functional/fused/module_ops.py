@@ -23,6 +23,7 @@ from gsanet.functional.fused.projection import (
     project_gradient,
     project_heads,
     project_on_chip,
+    recall,
     split,
 )
 from gsanet.functional.inference_only import refuse_gradients
@@ -62,8 +63,8 @@ def _attention_map(
         epsilon: Of the batch norm.
 
     Returns:
-        The output, the output of the column layer, `applied`, the four tensors of the context vectors, and q, k and v
-        in one tensor (pixels, channels), or nothing if it is better to project them again (`KEPT`). It has no four
+        The output, the output of the column layer, `applied`, the four tensors of the context vectors, and of q, k and
+        v in one tensor (pixels, channels) what it is not better to project again (`channels_kept`). It has no four
         dimensions because torch.compile would copy it, taking it for a map that it wants channels-last, and back again
         before the backward pass.
     """
@@ -120,7 +121,7 @@ def _attention_map_gradient(
 
     `fixed`: the batch norm's statistics were given.
     """
-    q, k, v = split(projected if projected.numel() else project(x, weight), x, heads, dim_key, content)
+    q, k, v = recall(projected, x, weight, heads, dim_key, content)
     batch, height, width = q.shape[:3]
     rel_column, rel_row = rel_column.contiguous(), rel_row.contiguous()
     d_projected = q.new_empty(batch * height * width, weight.shape[0])

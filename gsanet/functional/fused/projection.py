@@ -8,8 +8,12 @@ from gsanet.functional.fused import calls, pointwise
 from gsanet.functional.fused.calls.tensors import pixels, to_map
 
 # A module of fewer channels projects q, k and v again in the backward pass: three maps less in memory, for a product
-# whose time is that of reading and writing these maps. With more channels it takes longer, and they are kept.
+# whose time is that of reading and writing these maps. With more channels it takes longer, and they are kept. Between
+# the two, where a kernel writes q and v alone, these can be kept, and k is projected again; from KEPT channels on, that
+# is nowhere, until it has been seen to be faster on a GPU.
 KEPT = 256
+KEPT_IN_PART = 256
+FEWEST_PIXELS = 256  # of an image, from which on such a kernel may be the plan
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
@@ -44,14 +48,19 @@ def project_on_chip(x: Tensor, weight: Tensor, heads: int, dim_key: int, content
 def project_heads(
     x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool
 ) -> tuple[Tensor, Tensor, calls.ContextVectors, Tensor]:
-    """Maps as large as x, q and v; the context vectors; and what is `kept` of q, k and v."""
+    """Maps as large as x, q and v; the context vectors; and what is kept of q, k and v (`channels_kept`)."""
+    channels = channels_kept(x, weight, dim_key, content)
     on_chip = project_on_chip(x, weight, heads, dim_key, content)
     if on_chip is not None:
-        return *on_chip, x.new_empty(0)
+        return *on_chip, on_chip.both if channels else x.new_empty(0)
     projected = project(x, weight)
     q, k, v = split(projected, x, heads, dim_key, content)
     vectors = no_context(x) if k is None else calls.context_vectors(k, v)
-    return q, v, vectors, kept(projected, x)
+    if channels == 0:
+        return q, v, vectors, x.new_empty(0)
+    if channels < weight.shape[0]:
+        projected = torch.cat((projected[:, :dim_key], projected[:, 2 * dim_key :]), 1)
+    return q, v, vectors, projected
 
 
 def project_gradient(d_projected: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,9 +76,28 @@ def split(
     return split_heads(maps, heads, dim_key, content)
 
 
-def kept(projected: Tensor, x: Tensor) -> Tensor:
-    """What an operator gives its gradient of q, k and v: all, or nothing (`KEPT`)."""
-    return projected if x.shape[1] >= KEPT else x.new_empty(0)
+def channels_kept(x: Tensor, weight: Tensor, dim_key: int, content: bool) -> int:
+    """How many channels of q, k and v an operator gives its gradient: all, those of q and v, or none."""
+    channels = x.shape[1]
+    if channels >= KEPT:
+        return weight.shape[0]
+    alike = content and dim_key == channels and weight.shape[0] == 3 * channels
+    large = channels >= KEPT_IN_PART and x.shape[2] * x.shape[3] >= FEWEST_PIXELS
+    return 2 * channels if alike and large and x.element_size() == 2 else 0
+
+
+def recall(
+    kept: Tensor, x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """In the gradient: q, k and v, of what was kept; the rest is projected again."""
+    if kept.numel() == 0:
+        kept = project(x, weight)
+    if kept.shape[1] == weight.shape[0]:
+        return split(kept, x, heads, dim_key, content)
+    batch, _, height, width = x.shape
+    q, v = kept.view(batch, height, width, 2, heads, -1).unbind(3)
+    k = project(x, weight[dim_key : 2 * dim_key]).view(batch, height, width, heads, -1)
+    return q, k, v
 
 
 def no_context(x: Tensor) -> calls.ContextVectors:
@@ -82,11 +110,13 @@ def no_context(x: Tensor) -> calls.ContextVectors:
 def empty_results(
     x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool, stride: int
 ) -> tuple[Tensor, Tensor, calls.ContextVectors, Tensor]:
-    """Tensors of the right shapes: the output, a map (batch, x, y, head, v), the context vectors, what is `kept`."""
+    """Tensors of the right shapes: the output, a map (batch, x, y, head, v), the context vectors, what is kept."""
     batch, _, height, width = x.shape
     value = (weight.shape[0] - dim_key * (2 if content else 1)) // heads
     q = x.new_empty(batch, height, width, heads, dim_key // heads)
     v = x.new_empty(batch, height, width, heads, value)
     out = x.new_empty(batch, height // stride, width // stride, heads, value)
     vectors = calls.empty_context(q, v) if content else no_context(x)
-    return to_feature_map(out), v, vectors, kept(x.new_empty(batch * height * width, weight.shape[0]), x)
+    channels = channels_kept(x, weight, dim_key, content)
+    kept = x.new_empty(batch * height * width, channels) if channels else x.new_empty(0)
+    return to_feature_map(out), v, vectors, kept

@@ -25,7 +25,7 @@ from torch import nn
 import gsanet
 from gsanet.functional import fused, use_backend
 from gsanet.functional.backends import BACKENDS
-from gsanet.functional.fused import calls, module_ops
+from gsanet.functional.fused import calls, module_ops, projection
 from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.plan import Machine, Shape, plan_projection
 from gsanet.functional.fused.plan import projection as projection_plans
@@ -136,12 +136,59 @@ def test_two_ways_give_the_same(small):
         torch.testing.assert_close(found, usual, rtol=2e-3, atol=1e-3)
 
 
+@pytest.fixture(params=[128, 64], ids=["all again", "k again"])
+def kept(request, monkeypatch):
+    """What is projected again in the gradient of 64 channels."""
+    monkeypatch.setattr(projection, "KEPT_IN_PART", request.param)
+    monkeypatch.setattr(projection, "FEWEST_PIXELS", 1)
+
+
 @pytest.mark.parametrize("options", [{}, {"stride": 2}, COLUMN], ids=str)
-def test_module_in_training(short, options):
-    """Its gradients are those of the other way: q, k and v are projected again."""
+def test_module_in_training(short, kept, options):
+    """Its gradients are those of the other way: what is not kept of q, k and v is projected again."""
     check_module(short, make_module(BF16, 64, (8, 6), **options).train(), BF16, 2, (8, 6))
     assert ENTRY in short.entries
     assert not any(constants["SOFTMAX"] for constants in short.constants("context_partial"))
+
+
+def test_what_is_kept(short, kept, monkeypatch):
+    """By both ways: q and v of each pixel, or nothing."""
+    x = normal(2, 64, 8, 6, dtype=BF16).to(short.device, memory_format=torch.channels_last)
+    weight = (normal(192, 64, seed=1) / 8).to(BF16).to(short.device)
+    expected = (x.permute(0, 2, 3, 1).flatten(0, 2) @ weight.T).unflatten(1, (3, 64))
+    with short.running():
+        ways = [projection.project_heads(x, weight, 8, 64, True)]
+        monkeypatch.setattr(projection, "project_on_chip", lambda *arguments: None)
+        ways.append(projection.project_heads(x, weight, 8, 64, True))
+    assert short.entries == {ENTRY, "context_partial"}
+    for *_, found in ways:
+        if projection.KEPT_IN_PART > 64:
+            assert found.numel() == 0
+        else:
+            torch.testing.assert_close(found, expected[:, ::2].flatten(1), rtol=2e-2, atol=2e-2)
+            q, k, v = projection.recall(found, x, weight, 8, 64, True)
+            for one, other in zip((q, k, v), expected.unbind(1), strict=True):
+                torch.testing.assert_close(one.flatten(3).flatten(0, 2), other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "changes", "expected"),
+    [
+        (64, 56, {}, 0),
+        (128, 16, {}, 256),
+        (128, 15, {}, 0),
+        (256, 14, {}, 768),
+        (128, 28, {"content": False}, 0),
+        (128, 28, {"dim_key": 64}, 0),
+        (128, 28, {"dtype": torch.float32}, 0),
+    ],
+)
+def test_how_much_is_kept(monkeypatch, channels, size, changes, expected):
+    monkeypatch.setattr(projection, "KEPT_IN_PART", 128)
+    options = {"content": True, "dim_key": channels, "dtype": BF16} | changes
+    x = torch.empty(2, channels, size, size, dtype=options.pop("dtype"), device="meta")
+    rows = channels + (2 if options["content"] else 1) * options["dim_key"]
+    assert projection.channels_kept(x, x.new_empty(rows, channels), **options) == expected
 
 
 def test_inference(short, monkeypatch):
@@ -191,7 +238,7 @@ def test_compiled(short):
     assert short.entries == {ENTRY, "line_forward"}
 
 
-def test_operators_are_registered_as_they_should_be(short):
+def test_operators_are_registered_as_they_should_be(short, kept):
     x = normal(2, 64, 8, 6, dtype=BF16).to(short.device, memory_format=torch.channels_last)
     weight = normal(192, 64, dtype=BF16).to(short.device)
     tables = [normal(2 * length - 1, 8, dtype=BF16).to(short.device) for length in (8, 6)]

@@ -116,6 +116,12 @@ class Projected(NamedTuple):
     v: Tensor
     vectors: ContextVectors
 
+    @property
+    def both(self) -> Tensor:
+        """As q and v lie in memory, beside each other for each pixel: (pixels, channels of both)."""
+        channels = 2 * self.q.shape[3:].numel()
+        return self.q.as_strided((self.q.shape[:3].numel(), channels), (channels, 1))
+
 
 def project_with_context(x: Tensor, weight: Tensor, heads: int) -> Projected | None:
     """The projections of a map, and softmax(k)^T v over the pixels of each image, in one kernel that does not write k.
