@@ -1,7 +1,7 @@
 """The kernels' own source built for the host, and run on CPU tensors: see machine.h and races.h for what it finds.
 
-What all kernels call is built once (runtime.cpp). A kernel's own build is then short: it sees no standard header but two
-small ones.
+What all kernels call is built once (runtime.cpp). A kernel's own build is then short: it sees no standard header but
+two small ones.
 """
 
 import ctypes
@@ -30,8 +30,8 @@ FLAGS = (
     "-ffp-contract=off",
     "-w",
 )
-# Devices stop at misaligned addresses, and their threads are in no order. The runtime has the functions that these call:
-# no library is needed.
+# Devices stop at misaligned addresses, and their threads are in no order. The runtime has the functions that these
+# call: no library is needed.
 CHECKS = (
     "-O1",
     "-fsanitize=alignment,bounds,thread",
