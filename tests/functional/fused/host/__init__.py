@@ -41,6 +41,8 @@ CHECKS = (
     "--param=tsan-instrument-func-entry-exit=0",
 )
 
+KERNEL = 'extern "C" __attribute__((used, noinline)) void'  # what the macro of this name becomes
+
 _one_at_a_time = threading.Lock()
 
 
@@ -85,10 +87,7 @@ def launch(
         RuntimeError: If it does not compile, or does not run as it should.
     """
     kind, _, seed = order.partition(":")
-    library = _build(folder / source, tuple(sorted(constants.items())))
-    if not hasattr(library, f"run_{entry}"):
-        raise RuntimeError(f"{source} has no kernel {entry}")
-    run = getattr(library, f"run_{entry}")
+    run = getattr(_build(folder / source, entry, tuple(sorted(constants.items()))), f"run_{entry}")
     run.restype = ctypes.c_char_p
     grid_x, grid_y = grid if isinstance(grid, tuple) else (grid, 1)
     options = _Launch(
@@ -101,19 +100,21 @@ def launch(
 
 
 @functools.cache
-def _build(source: Path, constants: tuple[tuple[str, int | str], ...]) -> ctypes.CDLL:
+def _build(source: Path, entry: str, constants: tuple[tuple[str, int | str], ...]) -> ctypes.CDLL:
     text = f'#include <intrinsics.cuh>\n#include "{source}"\n'
     # This folder comes first, so that its intrinsics.cuh is the one the kernels include.
     folders = (f"-I{HOST}", f"-I{source.parent}", f"-I{KERNELS}")
     text = _preprocess(text, *folders, *(f"-D{name}={value}" for name, value in constants))
     for folder in (HOST, source.parent, KERNELS):  # the same in any place
         text = text.replace(f"{folder}/", "")
-    kernels = re.findall(r'extern "C" __attribute__\(\(used, noinline\)\) void\s+(\w+)', text)
-    for kernel in kernels:
-        text += (
-            f'\nextern "C" const char* run_{kernel}(const void* bytes, size_t size, const host::Launch* launch) '
-            f"{{ return host::run({kernel}, bytes, size, *launch); }}"
-        )
+    if entry not in re.findall(rf"{re.escape(KERNEL)}\s+(\w+)", text):
+        raise RuntimeError(f"{source.name} has no kernel {entry}")
+    # The source's other kernels become functions that nobody calls: nothing is made of them.
+    text = re.sub(rf"{re.escape(KERNEL)}(?!\s+{entry}\b)", "static inline void", text)
+    text += (
+        f'\nextern "C" const char* run_{entry}(const void* bytes, size_t size, const host::Launch* launch) '
+        f"{{ return host::run({entry}, bytes, size, *launch); }}"
+    )
     checks = CHECKS
     if int(_version().split(".")[0]) >= 12:
         checks += ("-ftrivial-auto-var-init=pattern",)  # registers that are read before they are set show
