@@ -118,7 +118,7 @@ def _build(source: Path, entry: str, constants: tuple[tuple[str, int | str], ...
     checks = CHECKS
     if int(_version().split(".")[0]) >= 12:
         checks += ("-ftrivial-auto-var-init=pattern",)  # registers that are read before they are set show
-    return ctypes.CDLL(str(_library(text, checks, (str(_runtime()), "-nostdlib"))))
+    return ctypes.CDLL(str(_library(text, checks, ("-nostdlib", str(_runtime()), "-lm"))))
 
 
 @functools.cache

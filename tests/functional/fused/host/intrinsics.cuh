@@ -116,14 +116,17 @@ Word turn_matrix(Word word, HOST_SITE);
 
 namespace host {
 
+// The products of 16-bit scalars, by the depth of the sum; there are no others.
 template <class T>
-constexpr Product PRODUCT_8 = BF16_8;
+struct Products;
 template <>
-constexpr Product PRODUCT_8<f16> = F16_8;
-template <class T>
-constexpr Product PRODUCT_16 = BF16_16;
+struct Products<bf16> {
+  static constexpr Product OF_8 = BF16_8, OF_16 = BF16_16;
+};
 template <>
-constexpr Product PRODUCT_16<f16> = F16_16;
+struct Products<f16> {
+  static constexpr Product OF_8 = F16_8, OF_16 = F16_16;
+};
 
 DEVICE void multiply_words(Product product, float& d0, float& d1, float& d2, float& d3, Words left, uint2 right,
                            const char* file, int line) {
@@ -136,13 +139,13 @@ DEVICE void multiply_words(Product product, float& d0, float& d1, float& d2, flo
 // d += a b for a 16 x 16 and a 16 x 8 matrix, their fragments laid out as PTX's mma.m16n8k16 says.
 template <class T>
 DEVICE void multiply_add(float& d0, float& d1, float& d2, float& d3, const Word (&a)[4], const Word (&b)[2], HOST_SITE) {
-  host::multiply_words(host::PRODUCT_16<T>, d0, d1, d2, d3, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}, file, line);
+  host::multiply_words(host::Products<T>::OF_16, d0, d1, d2, d3, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}, file, line);
 }
 
 // The same for 16 x 8 and 8 x 8.
 template <class T>
 DEVICE void multiply_add(float& d0, float& d1, float& d2, float& d3, const Word (&a)[2], const Word (&b)[1], HOST_SITE) {
-  host::multiply_words(host::PRODUCT_8<T>, d0, d1, d2, d3, {a[0], a[1]}, {b[0]}, file, line);
+  host::multiply_words(host::Products<T>::OF_8, d0, d1, d2, d3, {a[0], a[1]}, {b[0]}, file, line);
 }
 
 // The same for 16 x 8 and 8 x 8 floats of which only the bits that round_to_tf32 leaves are used.

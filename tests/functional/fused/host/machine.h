@@ -2,7 +2,7 @@
 //
 // Lanes of a warp run one after the other, each as far as the next place where the warp meets (a collective, the block's
 // barrier, the end of the kernel); the last to arrive does the work of all. So only what really waits for others is
-// ordered, and a different order of lanes, warps and blocks shows where a barrier is missing; in shared memory races.cpp
+// ordered, and a different order of lanes, warps and blocks shows where a barrier is missing; in shared memory races.h
 // finds it in any order.
 //
 // This is what a kernel's build sees of it, which is little: the rest is built once for all kernels.
