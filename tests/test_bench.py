@@ -1,7 +1,5 @@
 import io
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -183,15 +181,10 @@ def test_plot(tmp_path):
         draw(rows[2:], Results(), "224x224", tmp_path / "none.png")
 
 
-def test_command(tmp_path):
+def test_command(gsanet, tmp_path):
     out = tmp_path / "bench.json"
     options = ["--img-size", "16", "--batch", "2", "--seconds", "0.01", "--device", "cpu", "--out", str(out), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "gsanet", "bench", "--models", "*26_tiny", *options],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert not done.stderr.strip()
-    assert json.loads(done.stdout) == json.loads(out.read_text())
+    code, printed, complaint = gsanet("bench", "--models", "*26_tiny", *options)
+    assert (code, complaint.strip()) == (0, "")
+    assert json.loads(printed) == json.loads(out.read_text())
     assert len(read_results(tmp_path).latencies) == 2  # what it writes is what the tables read

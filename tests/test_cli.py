@@ -1,4 +1,4 @@
-"""The command as a user meets it: in a process of its own."""
+"""The command: as a user meets it, in a process of its own; and what it prints, in this one."""
 
 import json
 import subprocess
@@ -12,20 +12,29 @@ from typer.testing import CliRunner
 from gsanet.cli import app
 
 
-def gsanet(*arguments, code=0):
+def in_a_process(*arguments):
     done = subprocess.run([sys.executable, "-m", "gsanet", *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr
-    return done.stdout if code == 0 else done.stderr
+    return done.returncode, done.stdout, done.stderr
 
 
-def test_help_and_version():
+def test_in_a_process_of_its_own():
+    code, out, complaint = in_a_process("models", "gsa_resnet38")
+    assert (code, complaint.strip()) == (0, "")
+    assert "gsa_resnet38" in out
+    code, out, complaint = in_a_process("info", "gsa_resnet5")
+    assert (code, out) == (2, "")
+    assert "unknown model 'gsa_resnet5': did you mean 'gsa_resnet50'?" in complaint
+    assert len(complaint.strip().splitlines()) == 1
+
+
+def test_help_and_version(command):
     from gsanet import __version__
 
-    shown = gsanet("--help")
+    shown = command("--help")
     assert "Usage" in shown
     places = [shown.index(f"─ {heading} ─") for heading in ("Look", "Train", "Compare", "Pass on")]
     assert places == sorted(places)
-    assert gsanet("--version").strip() == __version__
+    assert command("--version").strip() == __version__
 
 
 def commands(group, *words):
@@ -43,38 +52,38 @@ def test_every_command_explains_itself():
         assert "Usage" in result.output, words
 
 
-def test_models():
-    out = gsanet("models", "gsa_resnet38")
+def test_models(command):
+    out = command("models", "gsa_resnet38")
     assert "gsa_resnet38" in out
     assert "14.20" in out
-    assert json.loads(gsanet("models", "gsa_m*", "--json"))[0]["params"] == 12_825_906
+    assert json.loads(command("models", "gsa_m*", "--json"))[0]["params"] == 12_825_906
 
 
-def test_info():
-    out = gsanet("info", "gsa_resnet50")
+def test_info(command):
+    out = command("info", "gsa_resnet50")
     assert "18.053" in out
     assert "7.170" in out
-    report = json.loads(gsanet("info", "gsa_resnet50", "--img-size", "160x96", "--num-classes", "10", "--json"))
+    report = json.loads(command("info", "gsa_resnet50", "--img-size", "160x96", "--num-classes", "10", "--json"))
     assert [stage["shape"] for stage in report["stages"]][1] == [256, 40, 24]
     assert report["params"] == sum(stage["params"] for stage in report["stages"])
 
 
-def test_paper_structure():
-    out = gsanet("paper", "structure")
+def test_paper_structure(command):
+    out = command("paper", "structure")
     assert "8 of 9 match" in out
     assert "No reading" in out
-    rows = json.loads(gsanet("paper", "structure", "--json"))
+    rows = json.loads(command("paper", "structure", "--json"))
     assert sum(row["match"] for row in rows) == 8
 
 
-def test_paper_tables(tmp_path):
+def test_paper_tables(command, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(RUN))
-    out = gsanet("paper", "table6", "--results", str(tmp_path))
+    out = command("paper", "table6", "--results", str(tmp_path))
     assert "49.73" in out
     assert "(+1.9) 77.8" in out
-    found = json.loads(gsanet("paper", "table2", "--json"))
+    found = json.loads(command("paper", "table2", "--json"))
     assert [row["params_match"] for row in found["rows"]] == [True] * 3
-    marks = json.loads(gsanet("paper", "table1", "--json"))
+    marks = json.loads(command("paper", "table1", "--json"))
     assert sum(not row["differences"] for row in marks) == 13
 
 
@@ -86,13 +95,12 @@ def test_paper_tables(tmp_path):
         (["bench", "--out", "nowhere/bench.json"], "there is no folder nowhere to write bench.json into"),
         (["bench", "--models", "gsa*26_tiny", "--plot", "plot.png"], "nothing to draw: no accuracy of these networks"),
         (["paper", "table2", "--results", "nowhere"], "no folder of results at nowhere"),
-        (["info", "gsa_resnet5"], "unknown model 'gsa_resnet5': did you mean 'gsa_resnet50'?"),
         (["info", "gsa_resnet50", "--img-size", "big"], "image size must be like 224 or 160x96, got 'big'"),
         (["info", "vit_tiny_patch16_224"], "is not a network of this package"),
         (["models", "nothing*"], "no network matches 'nothing*'"),
     ],
 )
-def test_mistakes_are_one_line(arguments, words):
-    error = gsanet(*arguments, code=2)
+def test_mistakes_are_one_line(command, arguments, words):
+    error = command(*arguments, code=2)
     assert words in error
     assert len(error.strip().splitlines()) == 1

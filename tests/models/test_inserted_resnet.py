@@ -3,8 +3,6 @@
 import copy
 import itertools
 import json
-import subprocess
-import sys
 
 import pytest
 import timm
@@ -128,9 +126,8 @@ def test_costs_by_stage_add_up(name):
     assert labels <= {stage.operation for stage in stages}
 
 
-def test_info():
-    arguments = [sys.executable, "-m", "gsanet", "info", "ccnet_resnet50", "--img-size", "160x96", "--json"]
-    report = json.loads(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
+def test_info(command):
+    report = json.loads(command("info", "ccnet_resnet50", "--img-size", "160x96", "--json"))
     assert report["stages"][-2]["shape"] == [512, 5, 3]
 
 

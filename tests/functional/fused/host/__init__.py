@@ -1,4 +1,8 @@
-"""The kernels' own source built for the host, and run on CPU tensors: see machine.h and races.h for what it finds."""
+"""The kernels' own source built for the host, and run on CPU tensors: see machine.h and races.h for what it finds.
+
+What all kernels call is built once (runtime.cpp). A kernel's own build is then short: it sees no standard header but
+two small ones.
+"""
 
 import ctypes
 import functools
@@ -21,15 +25,23 @@ KERNELS = Path(gsanet.__file__).parent / "functional" / "fused" / "kernels"
 COMPILER = os.environ.get("CXX", "g++")
 FLAGS = (
     "-std=c++17",
-    "-O1",
     "-fPIC",
     "-fno-strict-aliasing",  # device compilers let words be read as pairs of scalars
     "-ffp-contract=off",
     "-w",
 )
-# Devices stop at misaligned addresses, and their threads are in no order. machine.h and races.h have the functions that
-# these call: no library is needed.
-CHECKS = ("-fsanitize=alignment,bounds,thread", "-fno-sanitize-recover=all")
+# Devices stop at misaligned addresses, and their threads are in no order. The runtime has the functions that these
+# call: no library is needed.
+CHECKS = (
+    "-O1",
+    "-fsanitize=alignment,bounds,thread",
+    "-fno-sanitize-recover=all",
+    "-fno-exceptions",
+    "-fno-asynchronous-unwind-tables",
+    "--param=tsan-instrument-func-entry-exit=0",
+)
+
+KERNEL = 'extern "C" __attribute__((used, noinline)) void'  # what the macro of this name becomes
 
 _one_at_a_time = threading.Lock()
 
@@ -75,10 +87,7 @@ def launch(
         RuntimeError: If it does not compile, or does not run as it should.
     """
     kind, _, seed = order.partition(":")
-    library = _build(folder / source, tuple(sorted(constants.items())))
-    if not hasattr(library, f"run_{entry}"):
-        raise RuntimeError(f"{source} has no kernel {entry}")
-    run = getattr(library, f"run_{entry}")
+    run = getattr(_build(folder / source, entry, tuple(sorted(constants.items()))), f"run_{entry}")
     run.restype = ctypes.c_char_p
     grid_x, grid_y = grid if isinstance(grid, tuple) else (grid, 1)
     options = _Launch(
@@ -91,36 +100,56 @@ def launch(
 
 
 @functools.cache
-def _build(source: Path, constants: tuple[tuple[str, int | str], ...]) -> ctypes.CDLL:
+def _build(source: Path, entry: str, constants: tuple[tuple[str, int | str], ...]) -> ctypes.CDLL:
     text = f'#include <intrinsics.cuh>\n#include "{source}"\n'
     # This folder comes first, so that its intrinsics.cuh is the one the kernels include.
     folders = (f"-I{HOST}", f"-I{source.parent}", f"-I{KERNELS}")
-    macros = (f"-D{name}={value}" for name, value in constants)
-    # Preprocessed, the text is all that the result depends on, and shows which kernels are there.
-    text = _compile("-E", "-x", "c++", "-", *FLAGS, *folders, *macros, text=text)
+    text = _preprocess(text, *folders, *(f"-D{name}={value}" for name, value in constants))
     for folder in (HOST, source.parent, KERNELS):  # the same in any place
         text = text.replace(f"{folder}/", "")
-    kernels = re.findall(r'extern "C" __attribute__\(\(used, noinline\)\) void\s+(\w+)', text)
-    for kernel in kernels:
-        text += (
-            f'\nextern "C" const char* run_{kernel}(const void* bytes, size_t size, const host::Launch* launch) '
-            f"{{ return host::run({kernel}, bytes, size, *launch); }}"
-        )
-    version = _compile("-dumpversion", text="")
+    if entry not in re.findall(rf"{re.escape(KERNEL)}\s+(\w+)", text):
+        raise RuntimeError(f"{source.name} has no kernel {entry}")
+    # The source's other kernels become functions that nobody calls: nothing is made of them.
+    text = re.sub(rf"{re.escape(KERNEL)}(?!\s+{entry}\b)", "static inline void", text)
+    text += (
+        f'\nextern "C" const char* run_{entry}(const void* bytes, size_t size, const host::Launch* launch) '
+        f"{{ return host::run({entry}, bytes, size, *launch); }}"
+    )
     checks = CHECKS
-    if int(version.split(".")[0]) >= 12:
+    if int(_version().split(".")[0]) >= 12:
         checks += ("-ftrivial-auto-var-init=pattern",)  # registers that are read before they are set show
-    key = hashlib.sha256("\0".join((COMPILER, version, *FLAGS, *checks, text)).encode()).hexdigest()[:32]
+    return ctypes.CDLL(str(_library(text, checks, ("-nostdlib", str(_runtime()), "-lm"))))
+
+
+@functools.cache
+def _runtime() -> Path:
+    text = _preprocess((HOST / "runtime.cpp").read_text(), f"-I{HOST}").replace(f"{HOST}/", "")
+    return _library(text, ("-O2",), ())
+
+
+@functools.cache
+def _version() -> str:
+    return _compile("-dumpversion", text="")
+
+
+def _preprocess(text: str, *options: str) -> str:
+    """Preprocessed, the text is all that the result depends on."""
+    return _compile("-E", "-x", "c++", "-", *FLAGS, *options, text=text)
+
+
+def _library(text: str, options: tuple[str, ...], linked: tuple[str, ...]) -> Path:
+    """Build the text, if nobody has; the file."""
+    key = "\0".join((COMPILER, _version(), *FLAGS, *options, *linked, text))
     cache = Path(tempfile.gettempdir()) / f"gsanet-host-{os.getuid()}"
     cache.mkdir(mode=0o700, exist_ok=True)
-    built = cache / f"{key}.so"
+    built = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
     if not built.exists():
         # Other processes may build the same: each under its own name, and the last to rename wins.
         with tempfile.TemporaryDirectory(dir=cache) as own:
-            _compile("-c", "-x", "c++-cpp-output", "-", "-o", f"{own}/kernels.o", *FLAGS, *checks, text=text)
-            _compile("-shared", f"{own}/kernels.o", "-o", f"{own}/kernels.so", text="")
-            os.replace(f"{own}/kernels.so", built)
-    return ctypes.CDLL(str(built))
+            _compile("-c", "-x", "c++-cpp-output", "-", "-o", f"{own}/built.o", *FLAGS, *options, text=text)
+            _compile("-shared", f"{own}/built.o", *linked, "-o", f"{own}/built.so", text="")
+            os.replace(f"{own}/built.so", built)
+    return built
 
 
 def _compile(*options: str, text: str) -> str:

@@ -5,7 +5,7 @@
 // products and shuffles wait for all lanes, but no manual says that they order memory. So one run finds what another order
 // could do, also where nobody uses the value.
 #pragma once
-#include "machine.h"
+#include "fibers.h"
 
 namespace host {
 
@@ -17,11 +17,9 @@ struct Accessed {
   int16_t writer, reading_warp, reading_lane;
 };
 
-inline Accessed accessed[MOST_SHARED / 2];
+static Accessed accessed[MOST_SHARED / 2];
 
-#define HOST_UNWATCHED __attribute__((no_sanitize("thread")))
-
-HOST_UNWATCHED __attribute__((noinline, cold)) inline void race(ptrdiff_t byte, const char* now, const char* before, int other) {
+__attribute__((noinline, cold)) inline void race(ptrdiff_t byte, const char* now, const char* before, int other) {
   const Site& met = machine.current->warp->met;
   char by[32] = "several warps";
   if (other != Accessed::SEVERAL) snprintf(by, sizeof by, "warp %d", other);
@@ -29,14 +27,14 @@ HOST_UNWATCHED __attribute__((noinline, cold)) inline void race(ptrdiff_t byte, 
        met.what ? text(met).characters : "the beginning", before, by);
 }
 
-HOST_UNWATCHED __attribute__((noinline)) inline void note_shared(ptrdiff_t offset, size_t bytes, bool writes) {
-  if (machine.current == &machine.scheduler) return;
+__attribute__((noinline)) inline void note_shared(ptrdiff_t offset, size_t bytes, bool writes) {
+  if (machine.current == &inside.scheduler) return;
   const Fiber& self = *machine.current;
   const int own_warp = self.thread / LANES;
   const uint32_t warp_phase = self.warp->phase;
   for (ptrdiff_t i = offset / 2; 2 * i < offset + static_cast<ptrdiff_t>(bytes); ++i) {
     Accessed& last = accessed[i];
-    if (last.block_phase != machine.phase) last = {machine.phase, 0, 0, Accessed::NONE, Accessed::NONE, Accessed::NONE};
+    if (last.block_phase != inside.phase) last = {inside.phase, 0, 0, Accessed::NONE, Accessed::NONE, Accessed::NONE};
     if (last.writer != Accessed::NONE && last.writer != self.thread &&
         (last.writer / LANES != own_warp || last.warp_phase_of_write == warp_phase))
       race(2 * i, writes ? "written" : "read", "written", last.writer / LANES);
@@ -56,7 +54,7 @@ HOST_UNWATCHED __attribute__((noinline)) inline void note_shared(ptrdiff_t offse
 }
 
 // An access by the thread that runs now. The intrinsics say themselves what they access.
-HOST_UNWATCHED inline void note(const void* address, size_t bytes, bool writes) {
+inline void note(const void* address, size_t bytes, bool writes) {
   const ptrdiff_t offset = static_cast<const unsigned char*>(address) - shared_memory;
   if (offset >= 0 && offset < static_cast<ptrdiff_t>(machine.launch.shared_bytes)) note_shared(offset, bytes, writes);
 }
@@ -64,12 +62,11 @@ HOST_UNWATCHED inline void note(const void* address, size_t bytes, bool writes) 
 }  // namespace host
 
 // What -fsanitize=thread calls.
-#define HOST_CALL HOST_UNWATCHED inline __attribute__((used)) void
-#define HOST_ACCESS(bytes)                                                             \
-  HOST_CALL __tsan_read##bytes(void* at) { host::note(at, bytes, false); }             \
-  HOST_CALL __tsan_write##bytes(void* at) { host::note(at, bytes, true); }             \
-  HOST_CALL __tsan_unaligned_read##bytes(void* at) { host::note(at, bytes, false); }   \
-  HOST_CALL __tsan_unaligned_write##bytes(void* at) { host::note(at, bytes, true); }
+#define HOST_ACCESS(bytes)                                                        \
+  void __tsan_read##bytes(void* at) { host::note(at, bytes, false); }             \
+  void __tsan_write##bytes(void* at) { host::note(at, bytes, true); }             \
+  void __tsan_unaligned_read##bytes(void* at) { host::note(at, bytes, false); }   \
+  void __tsan_unaligned_write##bytes(void* at) { host::note(at, bytes, true); }
 
 extern "C" {
 HOST_ACCESS(1)
@@ -77,9 +74,9 @@ HOST_ACCESS(2)
 HOST_ACCESS(4)
 HOST_ACCESS(8)
 HOST_ACCESS(16)
-HOST_CALL __tsan_read_range(void* at, size_t bytes) { host::note(at, bytes, false); }
-HOST_CALL __tsan_write_range(void* at, size_t bytes) { host::note(at, bytes, true); }
-HOST_CALL __tsan_func_entry(void*) {}
-HOST_CALL __tsan_func_exit() {}
-HOST_CALL __tsan_init() {}
+void __tsan_read_range(void* at, size_t bytes) { host::note(at, bytes, false); }
+void __tsan_write_range(void* at, size_t bytes) { host::note(at, bytes, true); }
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_init() {}
 }
