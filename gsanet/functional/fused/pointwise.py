@@ -6,6 +6,7 @@ from torch import Tensor
 
 from gsanet.functional.fused import available, calls
 from gsanet.functional.fused.calls.tensors import pixels, to_map
+from gsanet.functional.fused.plan.channel_map import RELUS
 
 wanted = True  # whether few pixels are computed so, and blocks around them as one operator; read at each call
 many_wanted = True  # whether many are; read at each call
@@ -58,7 +59,8 @@ def convolve_many(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> 
         bias: (channels out,).
         residual: Of the output's shape.
     """
-    if not many_wanted or residual.numel() < MANY or not available.take(x):
+    channels_out, channels = weight.shape[:2]
+    if not many_wanted or (channels, channels_out) not in RELUS or residual.numel() < MANY or not available.take(x):
         return None
     turned = weight.flatten(1).T.contiguous()
     out = calls.map_channels(pixels(x), turned, level=bias, addend=pixels(residual), relu=True)

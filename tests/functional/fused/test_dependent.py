@@ -124,9 +124,14 @@ def use_every_kernel() -> None:
         more = (torch.zeros(8, second, dtype=BF16), torch.zeros(second, columns, dtype=BF16)) if second else ()
         level, maps = (out[0], {}) if second else (None, {"addend": out, "mask": out})
         assert calls.map_channels(x.to(BF16), weight.to(BF16), *more, level=level, **maps) is not None
+    x, weight, out = (torch.zeros(shape, dtype=BF16) for shape in ((8, 64), (64, 256), (8, 256)))
+    assert calls.map_channels(x, weight, level=out[0], addend=out, relu=True) is not None
     stem = gsanet.create_model("gsa_resnet50", stem_width=64).stem.to(BF16)
     stem(torch.zeros(1, 3, 16, 16, dtype=BF16).to(memory_format=torch.channels_last)).sum().backward()
     calls.norm_pool(torch.zeros(1, 8, 8, 8, dtype=BF16), None)
+    x = torch.zeros(1, 8, 8, 8, dtype=BF16)
+    for relu in (False, True):
+        calls.norm_sums(x, x, torch.zeros(5, 8), relu)
     for early, stride in ((False, (1, 1)), (True, (1, 1)), (True, (2, 2))):
         x, weight, bias = torch.zeros(1, 7, 7, 64, dtype=BF16), torch.zeros(128, 64, dtype=BF16), torch.zeros(128)
         calls.product(x, weight, bias.to(BF16), relu=True, stride=stride, early_weight=early)

@@ -84,7 +84,7 @@ def norm_sums(x: Tensor, d_out: Tensor, applied: Tensor, relu: bool) -> Tensor:
 
 def pixel_sums(rows: Tensor) -> Tensor | None:
     """The sums over pixels of (pixels, channels), in float32; None for rows that the kernel does not take."""
-    if not rows.is_contiguous() or rows.data_ptr() % 16 or rows.shape[1] % 8:
+    if not rows.is_contiguous() or rows.data_ptr() % 16 or rows.shape[1] % 8 or not rows.numel():
         return None
     zeros = rows.new_zeros(rows.shape[1], dtype=torch.float32)
     return channel_sums(rows[None, None], zeros)[:, 0].sum(0)
