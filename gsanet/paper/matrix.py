@@ -35,6 +35,7 @@ class Experiment:
         only: The tables that it stands in, if not in all that have a row of its network.
         train_images: Of the data set.
         classes: Of the data set.
+        images_per_second: About how fast it trains, where its operations do not say; 0: not known.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Experiment:
     only: tuple[int, ...]
     train_images: int
     classes: int
+    images_per_second: float = 0.0
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -122,6 +124,7 @@ def read_matrix(text: str) -> dict[str, Experiment]:
                 question=kind.get("question", ""),
                 only=tuple(kind.get("tables", ())),
                 **content["datasets"][kind["dataset"]],
+                images_per_second=run.get("images_per_second", 0.0),
             )
             (others if seed else first).append(experiment)
     found = {experiment.name: experiment for experiment in [*first, *others]}

@@ -32,10 +32,14 @@ class Pace:
         return work / seconds if seconds else None
 
     def seconds(self, experiment: Experiment, images: int) -> float | None:
-        """What so many images of a run take: at the speed of its other seeds, or by its operations; None: unknown."""
+        """What so many images of a run take; None: unknown.
+
+        At the speed of its other seeds, or that of the matrix, or by its operations.
+        """
         seed = self._runs.get(without_seed(experiment.name))
-        if seed is not None and seed.images_per_second:
-            return images / seed.images_per_second
+        speed = (seed and seed.images_per_second) or experiment.images_per_second
+        if speed:
+            return images / speed
         return images * experiment.flops / self._rate if self._rate else None
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from gsanet.paper import best, decay, run_matrix, studies
 from gsanet.paper.matrix import choose, matrix, read_matrix
 from gsanet.paper.place import Place
-from gsanet.paper.plan import plan_lines
+from gsanet.paper.plan import Pace, plan_lines
 from gsanet.paper.printed import printed_table
 from gsanet.paper.record import record_run
 from gsanet.paper.results import read_results
@@ -21,6 +22,7 @@ from gsanet.paper.run_matrix import run_command, run_experiments
 from gsanet.train.checkpoint import replace_file
 from gsanet.train.engine import make_model, train
 from gsanet.train.recipe import load_recipe
+from gsanet.train.report import duration
 
 SMALL = """
 datasets:
@@ -226,6 +228,16 @@ def test_only_what_can_be_finished_is_begun(small, monkeypatch):
     command_of(place, "gsa", "choice", stop_after=80.0, whole=True)
     assert place.result("choice").exists()
     assert not place.run("gsa").exists()
+
+
+def test_how_fast_a_run_is_may_be_known_before(small):
+    found, place = small
+    run = replace(found["gsa"], images_per_second=50.0)
+    assert Pace(place).seconds(found["gsa"], 1000) is None
+    assert Pace(place).seconds(run, 1000) == 20
+    assert f"about {duration(place.images_left(run) / 50)}" in plan_lines([run], place)[1]
+    slow = {name: one.images_per_second for name, one in matrix().items() if one.images_per_second}
+    assert slow == {"axial-deeplab-s": 3178}
 
 
 def test_a_run_that_fails_does_not_end_the_others(small, monkeypatch):
