@@ -118,14 +118,12 @@ def fused_convolution_relu(
 ) -> Tensor:
     """As `convolution_relu`, for tensors of one dtype on one device; the output is channels-last."""
     x = x.contiguous(memory_format=torch.channels_last)
-    few = pointwise.convolve_few(x, weight, bias, residual, relu=True, stride=stride, padding=padding)
-    if few is not None:
-        return few
+    ours = pointwise.convolve_few(x, weight, bias, residual, relu=True, stride=stride, padding=padding)
+    if ours is None:
+        ours = pointwise.convolve_many(x, weight, bias, residual, stride, padding)
+    if ours is not None:
+        return ours
     settings = tuple(stride), tuple(padding), tuple(dilation)
-    if residual is not None and tuple(weight.shape[2:]) == (1, 1) and settings[:2] == ((1, 1), (0, 0)):
-        many = pointwise.convolve_many(x, weight, bias, residual)
-        if many is not None:
-            return many
     key = x.device, x.dtype, tuple(x.shape), tuple(weight.shape), residual is not None, settings
     out = None
     if key not in _refused and _may_use_cudnn():

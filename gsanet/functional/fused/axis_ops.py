@@ -72,8 +72,7 @@ def _attention_map(
         stride: 1, or 2: average 2 x 2 pixels.
 
     Returns:
-        The output, the four tensors of the context vectors, and q, k and v in one tensor (pixels, channels), or nothing
-        (see `channels_kept`).
+        The output, the four tensors of the context vectors, and what is kept of q, k and v (see `channels_kept`).
     """
     q, v, vectors, projected = project_heads(x, weight, heads, dim_key, content)
     context = vectors.turned if content else None

@@ -50,17 +50,23 @@ def convolve_few(
     return None if out is None else out.permute(0, 3, 1, 2)
 
 
-def convolve_many(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor | None:
-    """relu(1x1 convolution of x + bias + residual); None where the kernel is not wanted or not the plan.
+def convolve_many(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, stride: Sequence[int], padding: Sequence[int]
+) -> Tensor | None:
+    """relu(convolution of x + bias + residual); None where it is not 1x1, or the kernel is not wanted or the plan.
 
     Args:
         x: (batch, channels, height, width), channels-last.
-        weight: (channels out, channels, 1, 1).
+        weight: (channels out, channels, kernel height, kernel width).
         bias: (channels out,).
-        residual: Of the output's shape.
+        residual: Of the output's shape; without one the kernel is not the plan.
+        stride: Down and along.
+        padding: Zeros around the map, the same.
     """
-    channels_out, channels = weight.shape[:2]
-    if not many_wanted or (channels, channels_out) not in RELUS or residual.numel() < MANY or not available.take(x):
+    channels_out, channels, *size = weight.shape
+    if not many_wanted or (channels, channels_out) not in RELUS or residual is None or residual.numel() < MANY:
+        return None
+    if size != [1, 1] or tuple(stride) != (1, 1) or any(padding) or not available.take(x):
         return None
     turned = weight.flatten(1).T.contiguous()
     out = calls.map_channels(pixels(x), turned, level=bias, addend=pixels(residual), relu=True)

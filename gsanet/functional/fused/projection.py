@@ -6,6 +6,7 @@ from torch import Tensor
 from gsanet.functional.attention import split_heads, to_feature_map
 from gsanet.functional.fused import calls, pointwise
 from gsanet.functional.fused.calls.tensors import pixels, to_map
+from gsanet.functional.fused.plan import projection as plans
 
 # A module of fewer channels projects q, k and v again in the backward pass: three maps less in memory, for a product
 # whose time is that of reading and writing these maps. With more channels it takes longer, and they are kept. Between
@@ -13,7 +14,6 @@ from gsanet.functional.fused.calls.tensors import pixels, to_map
 # is nowhere, until it has been seen to be faster on a GPU.
 KEPT = 256
 KEPT_IN_PART = 256
-FEWEST_PIXELS = 256  # of an image, from which on such a kernel may be the plan
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
@@ -37,12 +37,16 @@ def project_few(x: Tensor, weight: Tensor, early_weight: bool) -> Tensor | None:
 
 def project_on_chip(x: Tensor, weight: Tensor, heads: int, dim_key: int, content: bool) -> calls.Projected | None:
     """By one kernel: q and v, maps as large as x, and the context vectors; None where that is not the plan."""
-    channels, maps = x.shape[1], x.permute(0, 2, 3, 1)
-    if not content or channels >= KEPT or dim_key != channels or not maps.is_contiguous():
+    maps = x.permute(0, 2, 3, 1)
+    if x.shape[1] >= KEPT or not _are_alike(x, weight, dim_key, content) or not maps.is_contiguous():
         return None
-    if weight.shape != (3 * channels, channels) or weight.dtype != x.dtype:
-        return None
-    return calls.project_with_context(maps, weight, heads)
+    return calls.project_with_context(maps, weight, heads) if weight.dtype == x.dtype else None
+
+
+def _are_alike(x: Tensor, weight: Tensor, dim_key: int, content: bool) -> bool:
+    """Whether there are q, k and v, each with as many channels as x."""
+    channels = x.shape[1]
+    return content and dim_key == channels and weight.shape == (3 * channels, channels)
 
 
 def project_heads(
@@ -81,9 +85,10 @@ def channels_kept(x: Tensor, weight: Tensor, dim_key: int, content: bool) -> int
     channels = x.shape[1]
     if channels >= KEPT:
         return weight.shape[0]
-    alike = content and dim_key == channels and weight.shape[0] == 3 * channels
-    large = channels >= KEPT_IN_PART and x.shape[2] * x.shape[3] >= FEWEST_PIXELS
-    return 2 * channels if alike and large and x.element_size() == 2 else 0
+    if channels < KEPT_IN_PART or channels not in plans.ON_CHIP or x.element_size() != 2:
+        return 0
+    may_be_planned = x.shape[2] * x.shape[3] >= plans.ON_CHIP[channels].start
+    return 2 * channels if may_be_planned and _are_alike(x, weight, dim_key, content) else 0
 
 
 def recall(

@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 from functional.fused.test_expansion import LAST, feature_map, network
-from functional.fused.test_kernels import BF16, FLOAT, HALF, normal
+from functional.fused.test_kernels import BF16, FLOAT, HALF, count_operator, normal
 from helpers import relative_error
 from timm.layers import DropPath
 from timm.models.byobnet import BottleneckBlock
-from torch import fx, nn
+from torch import nn
 
 import gsanet
 from gsanet.functional import use_backend
@@ -97,13 +97,6 @@ def make_stage(name="conv_resnet26", blocks=3, **options):
     return network(name, depths=(blocks, 1), **options).stages[0]
 
 
-def count_entries(graphs):
-    """Those whose input needs a gradient."""
-    (graph,) = graphs
-    nodes = [node for module in graph.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes]
-    return sum("gsanet.entry_gradient" in str(node.target) for node in nodes)
-
-
 def results(run, model, x):
     """Of several outputs, all of which count: these, and all gradients and buffers."""
     model.zero_grad()
@@ -159,7 +152,8 @@ def check_compiled(model, x, entries, backend, run=call, once=True):
     with use_backend("torch"):
         found = results(torch.compile(lambda x: run(model, x), fullgraph=True, backend=compiled), model, x)
     torch._dynamo.reset()
-    assert count_entries(graphs) == entries
+    (graph,) = graphs
+    assert count_operator(graph, "entry_gradient") == entries  # those whose input needs a gradient
     check_close(found, expected, 1e-4, once)
 
 

@@ -696,6 +696,14 @@ def counting_compilations():
     torch._dynamo.reset()
 
 
+def count_operator(graph, name):
+    """How often a compiled graph, with all that is inside of it, calls an operator of this package."""
+    nodes = [
+        node for module in graph.modules() if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes
+    ]
+    return sum(f"gsanet.{name}" in str(node.target) for node in nodes)
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_compiled(kernels, training, stride):

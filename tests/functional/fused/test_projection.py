@@ -140,7 +140,6 @@ def test_two_ways_give_the_same(small):
 def kept(request, monkeypatch):
     """What is projected again in the gradient of 64 channels."""
     monkeypatch.setattr(projection, "KEPT_IN_PART", request.param)
-    monkeypatch.setattr(projection, "FEWEST_PIXELS", 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"stride": 2}, COLUMN], ids=str)

@@ -1,6 +1,6 @@
 """Batch norms and the pooling behind one: `kernels/norm.cu`, `channel_sums.cu`, `norm_sums.cu` and `norm_pool.cu`."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,37 +49,14 @@ def norm_gradient(statistics: Tensor, applied: Tensor, count: int, fixed: bool) 
 
 def channel_sums(x: Tensor, centre: Tensor) -> Tensor:
     """Of a map (batch, x, y, channel): sums of x - centre and of its square for each channel, (blocks, 2, channels)."""
-    rows, channels = x.shape[:3].numel(), x.shape[3]
-    plan, groups = plan_sums(launching.machine_for(x), x.dtype, rows, channels, "channel_sums")
-    partial = x.new_empty(plan.grid[0], 2, channels, dtype=torch.float32)
-    values = arguments.ChannelSums(
-        x=x.data_ptr(),
-        centre=centre.data_ptr(),
-        partial=partial.data_ptr(),
-        rows=rows,
-        channels=channels,
-        groups=groups,
-    )
-    launching.start(plan, values, x)
-    return partial
+    values = arguments.ChannelSums(x=x.data_ptr(), centre=centre.data_ptr(), **_of_rows(x))
+    return _sum_channels("channel_sums", x, values)
 
 
 def norm_sums(x: Tensor, d_out: Tensor, applied: Tensor, relu: bool) -> Tensor:
     """The sums that `norm_gradient` takes, of a batch norm of x and a ReLU; both maps are (batch, x, y, channel)."""
-    rows, channels = x.shape[:3].numel(), x.shape[3]
-    plan, groups = plan_sums(launching.machine_for(x), x.dtype, rows, channels, "norm_sums", relu=relu)
-    partial = x.new_empty(plan.grid[0], 2, channels, dtype=torch.float32)
-    values = arguments.NormSums(
-        x=x.data_ptr(),
-        d_out=d_out.data_ptr(),
-        applied=applied.data_ptr(),
-        partial=partial.data_ptr(),
-        rows=rows,
-        channels=channels,
-        groups=groups,
-    )
-    launching.start(plan, values, x)
-    return partial
+    values = arguments.NormSums(x=x.data_ptr(), d_out=d_out.data_ptr(), applied=applied.data_ptr(), **_of_rows(x))
+    return _sum_channels("norm_sums", x, values, relu=relu)
 
 
 def pixel_sums(rows: Tensor) -> Tensor | None:
@@ -124,19 +101,8 @@ def norm_pool(x: Tensor, applied: Tensor | None) -> Pooled:
 
 def norm_pool_sums(x: Tensor, d_out: Tensor, peak: Tensor, applied: Tensor) -> Tensor:
     """The sums that `norm_gradient` takes, of the batch norm before a ReLU and max pooling; `x` only for its shape."""
-    rows, channels = d_out.shape[:3].numel(), d_out.shape[3]
-    plan, groups = plan_sums(launching.machine_for(d_out), d_out.dtype, rows, channels, "norm_pool_sums", norm=True)
-    partial = d_out.new_empty(plan.grid[0], 2, channels, dtype=torch.float32)
-    values = arguments.NormPool(
-        **_of_map(x),
-        applied=applied.data_ptr(),
-        peak=peak.data_ptr(),
-        d_out=d_out.data_ptr(),
-        partial=partial.data_ptr(),
-        groups=groups,
-    )
-    launching.start(plan, values, d_out)
-    return partial
+    values = arguments.NormPool(**_of_map(x), applied=applied.data_ptr(), peak=peak.data_ptr(), d_out=d_out.data_ptr())
+    return _sum_channels("norm_pool_sums", d_out, values, norm=True)
 
 
 def norm_pool_gradient(x: Tensor, d_out: Tensor, place: Tensor, coefficients: Tensor) -> Tensor:
@@ -153,6 +119,27 @@ def norm_pool_gradient(x: Tensor, d_out: Tensor, place: Tensor, coefficients: Te
     )
     launching.start(plan, values, x)
     return d_x
+
+
+def _sum_channels(entry: str, like: Tensor, values: Any, **features: bool) -> Tensor:
+    """Launch a kernel that takes two sums for each channel of maps like this one; (blocks, 2, channels).
+
+    Args:
+        entry: The kernel.
+        like: (batch, x, y, channel).
+        values: Its arguments, but for where the sums go and how blocks share the channels.
+        features: Its switches.
+    """
+    rows, channels = like.shape[:3].numel(), like.shape[3]
+    plan, values.groups = plan_sums(launching.machine_for(like), like.dtype, rows, channels, entry, **features)
+    partial = like.new_empty(plan.grid[0], 2, channels, dtype=torch.float32)
+    values.partial = partial.data_ptr()
+    launching.start(plan, values, like)
+    return partial
+
+
+def _of_rows(x: Tensor) -> dict[str, int]:
+    return {"rows": x.shape[:3].numel(), "channels": x.shape[3]}
 
 
 def _of_map(x: Tensor) -> dict[str, int]:
