@@ -8,8 +8,15 @@ import torch
 from timm.models.byobnet import ByobNet
 from torch import Tensor, fx, nn
 
-from gsanet.functional.checks import check_feature_map
+from gsanet.functional.checks import check_feature_map, check_size
 from gsanet.functional.transforms import call_with_norms
+
+try:
+    from timm.models._input import update_model_input_size
+except ImportError:  # before version 1.0.31 timm does not write down what a network was fitted to
+
+    def update_model_input_size(model: nn.Module, img_size: tuple[int, int]) -> None:
+        """Nothing to write down."""
 
 
 def check_images(x: Tensor, channels: int) -> None:
@@ -29,6 +36,13 @@ def check_depths(depths: Sequence[int], most: int) -> None:
 
 class CheckedNetwork(ByobNet):
     """timm's network; every way into it goes through the check."""
+
+    img_size: tuple[int, int] | None
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Remember another image size, for counting and preprocessing; timm is told too."""
+        self.img_size = check_size("img_size", img_size)
+        update_model_input_size(self, self.img_size)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """From (batch, channels, height, width) to the last map."""

@@ -219,7 +219,7 @@ class GSAResNet(CheckedNetwork):
     def set_input_size(self, img_size: int | Size) -> None:
         """Make the tables of relative positions fit another image size (see `RelativeTables.resize_tables`)."""
         sizes = self.settings.map_sizes(img_size, self.output_stride)
-        self.img_size = check_size("img_size", img_size)
+        super().set_input_size(img_size)
         for index, stage in enumerate(self.stages):
             for number, block in enumerate(stage):
                 for module in block.modules():

@@ -190,6 +190,11 @@ class ClipHead(ClassifierHead):
             nn.init.normal_(self.fc.weight, std=0.01)
             nn.init.zeros_(self.fc.bias)
 
+    def reset(self, num_classes: int, pool_type: str | None = None, **options: Any) -> None:
+        """As timm's; the classifier stays as wide as the transformer, whatever the maps are."""
+        options.pop("in_features", None)  # timm gives it from version 1.0.31 on
+        super().reset(num_classes, pool_type, **options)
+
     def forward(self, x: Tensor, pre_logits: bool = False, frames: int = 1) -> Tensor:
         """From maps (batch * frames, channels, height, width) to logits; without pooling the maps stay as they are."""
         x = self.global_pool(x)

@@ -152,10 +152,6 @@ class SAN(CheckedNetwork):
         self.output_stride = output_stride
         self.img_size = None if img_size is None else check_size("img_size", img_size)
 
-    def set_input_size(self, img_size: int | Size) -> None:
-        """Remember another image size; nothing else depends on it."""
-        self.img_size = check_size("img_size", img_size)
-
 
 # Table 3: 20.5 M, 6.6 G for patchwise attention. Counted: 20.5 M, 6.3 G; norms, ReLUs and shortcuts, which are not
 # counted here, would make it 6.4 G. Without the first norm of gamma the parameters are 20.4 M.

@@ -312,6 +312,8 @@ def test_another_input_size_after_creation():
     fresh.load_state_dict(fit_state_dict(model.state_dict(), fresh))
     model.set_input_size((96, 80))
     assert model.img_size == (96, 80)
+    if hasattr(timm.models, "get_model_input_config"):  # from version 1.0.31 on timm knows it too
+        assert timm.models.get_model_input_config(model)["input_size"] == (3, 96, 80)
     with torch.no_grad():
         assert_close(fresh(x), model(x))
 
