@@ -12,14 +12,12 @@ from functools import partial
 from unittest import mock
 
 import torch
-from measure import FLUSHED, Graphed
-from projections import difference, launched
+from cuts import print_cuts, time_cuts, worth_trying
+from projections import difference
 from torch import Tensor
 
-from gsanet.bench import milliseconds, one_line
 from gsanet.functional.convolution import fused_convolution_relu
 from gsanet.functional.fused import calls
-from gsanet.functional.fused.compiler import architecture_of, compile_all
 from gsanet.functional.fused.plan import channel_map, plan_channel_map
 from gsanet.functional.fused.plan.channel_map import CUTS, Cut
 
@@ -161,24 +159,16 @@ def compare(pixels: int, first: int, second: int, columns: int, relu: bool, ever
         usual = {"product": lambda: x @ weight, "sum and mask": lambda: joined(product, addend, mask)}
     maps = {name: one for name, one in operands.items() if one.shape[0] == pixels}
     planned = CUTS.get(key)
-    cuts = dict.fromkeys([*([] if planned is None else [planned]), *(TRIED[key] if every else [])])
+    cuts = worth_trying(planned, TRIED[key], every)
     runs = {cut: partial(by_kernel, operands, relu, key, cut) for cut in cuts}
-    compile_all([launch.kernel for run in runs.values() for launch in launched(run)], architecture_of(x.device))
-    sides: dict[str, Callable[[], object]] = {name: Graphed(run) for name, run in usual.items()}
-    sides |= {_name(cut): Graphed(run) for cut, run in runs.items()}
-    # The cache is cold, and full of what need not be written to memory first.
-    cold = torch.zeros(FLUSHED // 4, device="cuda").sum
-    times = milliseconds(sides, "cuda", 0.02, lambda side, error: print(f"  {side}: {one_line(error)}"), prepare=cold)
-    before = {name: 1e3 * times.pop(name) for name in usual}
+    before, times = time_cuts(usual, runs)
     total = sum(before.values())
     print(
         f"{pixels} pixels, {first} and {second} to {columns} channels{', ReLU' * relu}: {total:.0f} us by PyTorch, "
         + ", ".join(f"{name} {time:.0f}" for name, time in before.items())
         + f"; bytes {2 * (pixels * columns + sum(one.numel() for one in maps.values())) / 4.2e6:.0f}"
     )
-    for name, time in sorted(times.items(), key=lambda item: item[1]):
-        plan = "as planned" if planned is not None and name == _name(planned) else "not the plan"
-        print(f"  {1e3 * time:.0f} us, {total / (1e3 * time):.2f} times faster, {plan}: {name}")
+    print_cuts(times, total, planned)
     few = slice(0, 2**16)  # of the pixels
     expected = in_float64(**operands | {name: one[few] for name, one in maps.items()}, relu=relu)
     worst, repeats = 0.0, True
@@ -192,7 +182,3 @@ def compare(pixels: int, first: int, second: int, columns: int, relu: bool, ever
         f"{worst:.0e}; two runs give the same bits: {repeats}",
         flush=True,
     )
-
-
-def _name(cut: Cut) -> str:
-    return ", ".join(f"{name} {value}" for name, value in cut._asdict().items())

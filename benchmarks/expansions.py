@@ -2,15 +2,23 @@
 
     python benchmarks/expansions.py
     python benchmarks/expansions.py --sides expansion sums entries --networks gsa_resnet50 conv_resnet50 --seconds 1
+    python benchmarks/expansions.py --sides ends gradients kept --parts --networks gsa_resnet38 --img-size 64
 
 Forward and backward, compiled, in bfloat16 under autocast, as CUDA graphs that are timed in turns in one process: the
 end of a block at the maps of ResNet-50's four groups and of 64x64 images, two blocks of each of its first three groups,
-then a training step of each network. Sides are `layers`; `expansion`, without the map between the last convolution and
-its norm (`gsanet.functional.fused.expansion`); `sums`, with the sum of two products in its gradient as one kernel;
-`entries`, where the mask and the sum of a block's gradient are part of the next block's (`entry.py`); and `ends`, where
-the convolution with the sum and the ReLU is a kernel of ours too. It says how far apart the gradients of a weight are,
-and for networks the loss, from the first side. `MOST_CHANNELS_IN` and `LEAST_NUMBERS` of `expansion.py`, and `CUTS` of
-`plan/channel_map.py`, are where to write down what is faster. Needs a GPU.
+then a training step of each network. Sides are
+
+    layers      as they are
+    expansion   without the map between the last convolution and its norm (`gsanet.functional.fused.expansion`)
+    sums        the same, with the sum of two products in its gradient as one kernel
+    entries     the same; the mask and the sum of a block's gradient are part of the next block's (`entry.py`)
+    ends        the same; the convolution with the sum and the ReLU is a kernel of ours too
+    gradients   the same; in GSA modules of 64 channels both gradients of the projection are one kernel
+    kept        the same; modules of 64 and 128 channels keep q and v for their gradient (`projection.py`)
+
+It says how far apart the gradients of a weight are, and for networks the loss, from the first side. `MOST_CHANNELS_IN`
+and `LEAST_NUMBERS` of `expansion.py`, `CUTS` of `plan/channel_map.py`, and `projection.py` are where to write down what
+is faster. Needs a GPU.
 """
 
 import argparse
@@ -28,7 +36,7 @@ from torch import Tensor, nn
 
 import gsanet
 from gsanet.bench import TrainingStep, environment
-from gsanet.functional.fused import entry, expansion, expansion_ops, pointwise
+from gsanet.functional.fused import entry, expansion, expansion_ops, pointwise, projection
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
 
 
@@ -39,6 +47,8 @@ class Side(NamedTuple):
     sums: bool = False
     entries: bool = False
     ends: bool = False
+    gradients: bool = False
+    kept: int = projection.KEPT  # from so many channels on
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -48,6 +58,7 @@ class Side(NamedTuple):
             mock.patch.object(expansion_ops, "sums_wanted", self.sums),
             mock.patch.object(pointwise, "many_wanted", self.ends),
             mock.patch.object(entry, "wanted", self.entries),
+            mock.patch.multiple(projection, gradients_wanted=self.gradients, KEPT_IN_PART=self.kept),
         ):
             yield
 
@@ -58,6 +69,8 @@ SIDES = {
     "sums": Side(True, sums=True),
     "entries": Side(True, sums=True, entries=True),
     "ends": Side(True, sums=True, entries=True, ends=True),
+    "gradients": Side(True, sums=True, entries=True, ends=True, gradients=True),
+    "kept": Side(True, sums=True, entries=True, ends=True, gradients=True, kept=64),
 }
 # (batch, height and width, channels in, channels).
 ENDS = [
@@ -138,11 +151,12 @@ class BlocksStep:
 
 
 class NetworkStep(TrainingStep):
-    """A step that keeps its loss."""
+    """A step that keeps its loss; images of up to 64 pixels have the stem that the experiments give them."""
 
     def __init__(self, name: str, setting: Setting, _: Side):
         torch.manual_seed(0)
-        model = gsanet.create_model(name, img_size=setting.img_size).to(setting.device)
+        small: dict[str, Any] = {"stem": "7x7/2"} if setting.img_size <= 64 else {}
+        model = gsanet.create_model(name, img_size=setting.img_size, **small).to(setting.device)
         model = compiled(model.to(memory_format=torch.channels_last), setting)
         super().__init__(model, images(setting, setting.batch, setting.img_size), setting.dtype)
         self.loss = torch.empty(0)
@@ -187,23 +201,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES, help="all by default")
     parser.add_argument("--parts", nargs="*", default=["ends", "blocks"], choices=["ends", "blocks"])
     parser.add_argument("--networks", nargs="*", default=["gsa_resnet50"], help="names; none for the parts alone")
-    parser.add_argument("--batch", type=int, default=256, help="of the networks")
+    parser.add_argument("--batch", type=int, help="of the networks; 256 by default, and 512 of up to 64 pixels")
+    parser.add_argument("--img-size", type=int, default=224, help="the same")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each side")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("compiled blocks are compared on a GPU")
-    setting = Setting("cuda", torch.bfloat16, options.batch, options.seconds, True)
+    batch = options.batch or (512 if options.img_size <= 64 else 256)
+    setting = Setting("cuda", torch.bfloat16, batch, options.seconds, True, img_size=options.img_size)
     print(", ".join(f"{name} {value}" for name, value in environment("cuda").items()))
     of_ends = [side for side in options.sides if not SIDES[side].entries]
     for shape in ENDS if "ends" in options.parts and of_ends else ():
-        batch, size, channels_in, channels = shape
-        what = f"{size}x{size}, {channels_in} to {channels} channels, batch {batch}"
+        images_at_once, size, channels_in, channels = shape
+        what = f"{size}x{size}, {channels_in} to {channels} channels, batch {images_at_once}"
         compare(what, partial(EndStep, shape, setting), "d_weight", setting, of_ends)
     for group in GROUPS if "blocks" in options.parts else ():
         what = f"two blocks at {group[1]}x{group[1]}, batch {group[0]}"
         compare(what, partial(BlocksStep, group, setting), "d_weight", setting, options.sides)
     for name in options.networks:
-        what = f"{name}, batch {options.batch}"
+        what = f"{name}, {options.img_size}x{options.img_size}, batch {setting.batch}"
         compare(what, partial(NetworkStep, name, setting), "loss", setting, options.sides)
 
 

@@ -10,13 +10,11 @@ from functools import partial
 from unittest import mock
 
 import torch
-from measure import FLUSHED, Graphed
-from projections import difference, launched
+from cuts import print_cuts, time_cuts, worth_trying
+from projections import difference
 from torch import Tensor
 
-from gsanet.bench import milliseconds, one_line
 from gsanet.functional.fused import calls
-from gsanet.functional.fused.compiler import architecture_of, compile_all
 from gsanet.functional.fused.plan import pixel_products as product_plans
 from gsanet.functional.fused.plan import plan_pixel_products
 from gsanet.functional.fused.plan.pixel_products import CUTS, Cut
@@ -126,29 +124,20 @@ def compare(pixels: int, columns: int, rows: int, every: bool) -> None:
     y = x if key[2] else torch.randn(pixels, rows, device="cuda").bfloat16()
     centre = torch.zeros(rows, device="cuda")
     planned = CUTS.get(key)
-    cuts = dict.fromkeys([*([] if planned is None else [planned]), *(TRIED[key] if every else [])])
-    runs = {cut: partial(by_kernels, x, y, cut) for cut in cuts}
-    kernels = [launch.kernel for run in runs.values() for launch in launched(run)]
-    compile_all(kernels, architecture_of(x.device))
-    sides: dict[str, Callable[[], object]] = {
-        "product": Graphed(lambda: product(x, y)),
-        "sums": Graphed(lambda: y.sum(0, dtype=torch.float32)),
-        "channel sums": Graphed(lambda: channel_sums(y, centre)),
-        **{_name(cut): Graphed(run) for cut, run in runs.items()},
+    runs = {cut: partial(by_kernels, x, y, cut) for cut in worth_trying(planned, TRIED[key], every)}
+    ways: dict[str, Callable[[], object]] = {
+        "product": lambda: product(x, y),
+        "sums": lambda: y.sum(0, dtype=torch.float32),
+        "channel sums": lambda: channel_sums(y, centre),
     }
-    # The cache is cold, and full of what need not be written to memory first.
-    cold = torch.zeros(FLUSHED // 4, device="cuda").sum
-    times = milliseconds(sides, "cuda", 0.02, lambda side, error: print(f"  {side}: {one_line(error)}"), prepare=cold)
-    usual = {name: 1e3 * times.pop(name) for name in list(sides)[:3]}
+    usual, times = time_cuts(ways, runs)
     total = usual["product"] + min(usual["sums"], usual["channel sums"])
     floor = 2 * pixels * (columns if x is y else columns + rows) / 4.2e6
     print(
         f"{pixels} pixels, {columns} and {rows} channels{', the same' if x is y else ''}: {total:.0f} us by PyTorch, "
         f"product {usual['product']:.0f}, sums {usual['sums']:.0f} or {usual['channel sums']:.0f}; bytes {floor:.0f}"
     )
-    for name, time in sorted(times.items(), key=lambda item: item[1]):
-        plan = "as planned" if planned is not None and name == _name(planned) else "not the plan"
-        print(f"  {1e3 * time:.0f} us, {total / (1e3 * time):.2f} times faster, {plan}: {name}")
+    print_cuts(times, total, planned)
     _check(x, y, runs)
 
 
@@ -168,7 +157,3 @@ def _check(x: Tensor, y: Tensor, runs: Mapping[Cut, Callable[[], calls.PixelProd
     print(
         f"; ours, of any cut, {worst[0]:.0e}, sums {worst[1]:.0e}; two runs give the same bits: {repeats}", flush=True
     )
-
-
-def _name(cut: Cut) -> str:
-    return ", ".join(f"{name} {value}" for name, value in cut._asdict().items())

@@ -3,13 +3,15 @@
     python benchmarks/plans.py --maps 56x56x64 28x28x128 --batch 256
     python benchmarks/plans.py --projection --maps 56x56x64 56x56x128 28x28x128 32x32x64x512 16x16x128x512
     python benchmarks/plans.py --products
+    python benchmarks/plans.py --gradients
     python benchmarks/plans.py --maps-of-channels
 
 For each map and each kernel it prints the time of the plan in use, and of the faster ones among all that fit. A cut is
 heads x lines of a block, then warps of a block, then blocks on a multiprocessor. With `--projection` it is about the
 projection and the context vectors instead, in two kernels or in one (`projections.py`), and compares their results.
 With `--products` it is about sums over pixels of products of channels (`pixel_products.py`), at the networks' shapes,
-and with `--maps-of-channels` about linear maps of each pixel's channels with what is behind them (`channel_maps.py`).
+with `--gradients` about both gradients of a projection in one kernel (`projection_gradients.py`), and with
+`--maps-of-channels` about linear maps of each pixel's channels with what is behind them (`channel_maps.py`).
 """
 
 import argparse
@@ -22,6 +24,7 @@ from unittest import mock
 
 import channel_maps
 import pixel_products
+import projection_gradients
 import torch
 from measure import Graphed
 from projections import compare
@@ -138,14 +141,17 @@ def main() -> None:
     parser.add_argument("--show", type=int, default=3, help="so many of the fastest; 0: only the plan in use")
     parser.add_argument("--projection", action="store_true", help="the projection, for 64 and 128 channels")
     parser.add_argument("--products", action="store_true", help="sums over pixels of products of channels")
+    parser.add_argument("--gradients", action="store_true", help="both gradients of a projection of 64 channels")
     parser.add_argument("--maps-of-channels", action="store_true", help="linear maps of each pixel's channels")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
     for shape in pixel_products.SHAPES if options.products else ():
         pixel_products.compare(*shape, options.show > 0)
+    for pixels in projection_gradients.PIXELS if options.gradients else ():
+        projection_gradients.compare(pixels, options.show > 0)
     for entry in channel_maps.SHAPES if options.maps_of_channels else ():
         channel_maps.compare(*entry, options.show > 0)
-    if options.products or options.maps_of_channels:
+    if options.products or options.gradients or options.maps_of_channels:
         return
     for text in options.maps:
         height, width, channels, batch = (*map(int, text.split("x")), options.batch)[:4]

@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import cuts
 import expansions
 import launches
 import measure as measuring
 import modules
 import networks
 import profile_step
+import projection_gradients
 import pytest
 import run as runner
 import start_up
@@ -522,6 +524,30 @@ def test_a_graph_does_what_its_run_does():
     graphed()
     graphed()
     assert x.tolist() == [5.0] * 4  # three before the capture, and two replays
+
+
+def test_cuts_are_compared(monkeypatch, capsys):
+    """By two matrix products in the place of the kernel, one of which is of another map."""
+    monkeypatch.setattr(cuts, "Graphed", lambda run: run)
+    monkeypatch.setattr(cuts, "_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(cuts, "architecture_of", lambda device: "sm_90")
+    monkeypatch.setattr(cuts, "FLUSHED", 4)
+    monkeypatch.setattr(cuts, "milliseconds", lambda sides, *_, **__: {name: len(name) / 1e3 for name in sides})
+    planned = projection_gradients.TRIED[0]
+
+    def by_kernel(d_out, x, weight, cut):
+        d_x, d_weight = projection_gradients.in_two_products(d_out, x, weight)
+        return d_x, d_weight if cut == planned else 2 * d_weight
+
+    monkeypatch.setattr(projection_gradients, "by_kernel", by_kernel)
+    for every in (False, True):
+        projection_gradients.compare(200, every, device="cpu")
+        first, *middle, end = capsys.readouterr().out.splitlines()
+        assert first.startswith("200 pixels, 64 to 192 channels: 17 us by PyTorch, of x 4, of the weight 13; bytes")
+        assert len(middle) == (len(projection_gradients.TRIED) if every else 1)
+        assert sum(", as planned: rows 192, columns 64," in line for line in middle) == 1
+        worst = float(re.search(r"of any cut, \S+, (\S+); two runs give the same bits: True", end)[1])
+        assert (worst > 0.5) == every
 
 
 def test_ends_of_blocks_are_compared(monkeypatch, capsys):

@@ -75,7 +75,7 @@ NormSums: Any = _structure(
 
 PixelProducts: Any = _structure(
     "PixelProducts",
-    x=c_void_p, y=c_void_p, partial=c_void_p,
+    x=c_void_p, y=c_void_p, partial=c_void_p, weight=c_void_p, out=c_void_p,
     x_stride=c_int, y_stride=c_int, pixels=c_int, columns=c_int, rows=c_int,
 )  # fmt: skip
 

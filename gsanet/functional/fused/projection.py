@@ -15,6 +15,8 @@ from gsanet.functional.fused.plan import projection as plans
 KEPT = 256
 KEPT_IN_PART = 256
 
+gradients_wanted = False  # whether both gradients are one kernel where that is planned; until it was seen on a GPU
+
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
     """q, k and v, stacked as in `weight`, (pixels, channels of all)."""
@@ -69,7 +71,10 @@ def project_heads(
 
 def project_gradient(d_projected: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of x, channels-last, and of weight."""
-    return to_map(d_projected @ weight, x), d_projected.T @ pixels(x)
+    rows = pixels(x)
+    found = calls.pointwise_gradients(d_projected, rows, weight) if gradients_wanted else None
+    d_rows, d_weight = (d_projected @ weight, d_projected.T @ rows) if found is None else found
+    return to_map(d_rows, x), d_weight
 
 
 def split(

@@ -18,7 +18,7 @@ from gsanet.functional.backends import BACKENDS
 from gsanet.functional.fused import calls, compiler, pointwise
 from gsanet.functional.fused.dependent import dependent_launches
 from gsanet.functional.fused.plan import channel_map
-from gsanet.functional.fused.plan.pixel_products import CUTS
+from gsanet.functional.fused.plan.pixel_products import CUTS, MAPPED
 from gsanet.functional.local_ops import local_mix, local_scores, local_spread
 
 KERNELS = {
@@ -119,6 +119,9 @@ def use_every_kernel() -> None:
     for columns, rows, same in CUTS:
         x = torch.zeros(8, columns, dtype=BF16)
         assert calls.pixel_products(x, x if same else torch.zeros(8, rows, dtype=BF16))
+    for columns, rows in MAPPED:
+        x, weight, d_out = (torch.zeros(size, dtype=BF16) for size in ((8, columns), (rows, columns), (8, rows)))
+        assert calls.pointwise_gradients(d_out, x, weight) is not None
     for first, second, columns in channel_map.CUTS:
         x, weight, out = (torch.zeros(8, first), torch.zeros(first, columns), torch.zeros(8, columns, dtype=BF16))
         more = (torch.zeros(8, second, dtype=BF16), torch.zeros(second, columns, dtype=BF16)) if second else ()

@@ -24,7 +24,7 @@ from gsanet.functional.fused.plan import (
     plan_pixel_products,
     plan_product,
 )
-from gsanet.functional.fused.plan.pixel_products import CUTS
+from gsanet.functional.fused.plan.pixel_products import CUTS, MAPPED
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -146,6 +146,7 @@ def test_kernels_of_pixel_products_compile_and_fit(architecture):
     """All that are planned; with so many pixels, cut as for a large batch."""
     machine = MACHINES[architecture]
     found = [plan_pixel_products(machine, torch.bfloat16, 2**18, *key) for key in CUTS]
+    found += [plan_pixel_products(machine, torch.bfloat16, 2**18, *key, same=False, mapped=True) for key in MAPPED]
     plans = dict.fromkeys(itertools.chain(*(plan.launches for plan in found)))
     check_that_they_fit(machine, compile_all([plan.kernel for plan in plans], architecture, workers=2), plans)
 

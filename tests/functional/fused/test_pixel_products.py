@@ -1,4 +1,4 @@
-"""Sums over pixels of products of channels, and of channels: `kernels/pixel_products.cu`.
+"""Sums over pixels of products of channels, of channels, and a map of channels beside it: `kernels/pixel_products.cu`.
 
 Numbers are whole and small, so that all sums are exact, in whatever order they are made.
 """
@@ -15,7 +15,7 @@ from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.dependent import dependent_launches
 from gsanet.functional.fused.plan import pixel_products as product_plans
 from gsanet.functional.fused.plan import plan_pixel_products
-from gsanet.functional.fused.plan.pixel_products import CUTS, Cut
+from gsanet.functional.fused.plan.pixel_products import CUTS, MAPPED, Cut
 
 ENTRIES = {"pixel_products", "sum_pixel_products"}
 PLANNED = {f"{x} and {y}{', the same' if same else ''}": (x, y, same) for x, y, same in CUTS}
@@ -165,6 +165,110 @@ def test_compiled_ahead(planned, monkeypatch):
         assert {kernel.entry for kernel in compiled} == ENTRIES
 
 
+# --- With a map of y's channels: the gradients of a 1x1 convolution.
+
+# What the plan makes use of, and what it could: channels of x and d_out, and how that is cut.
+SMALL_MAPS = {
+    "all pixels of a stretch for each warp": ((32, 32), Cut(32, 32, 16, 32, 1, 16, 3, 1)),
+    "parts of a stretch": ((32, 64), Cut(64, 32, 32, 16, 1, 32, 2, 2)),
+    "parts of 32 pixels": ((32, 64), Cut(64, 32, 32, 16, 1, 64, 3, 1)),
+    "sets for the sums": ((32, 64), Cut(64, 32, 32, 32, 2, 32, 2, 1)),
+    "more channels in than out": ((64, 32), Cut(32, 64, 16, 32, 1, 16, 2, 1)),
+}
+
+
+@pytest.fixture(params=SMALL_MAPS.values(), ids=SMALL_MAPS)
+def small_map(request, monkeypatch):
+    """Channels of x and d_out."""
+    key, cut = request.param
+    monkeypatch.setattr(product_plans, "MAPPED", {key: cut})
+    return key
+
+
+def make_convolution(key, pixels, dtype=BF16):
+    """d_out, x and the weight."""
+    columns, rows = key
+    sizes = (pixels, rows), (pixels, columns), (rows, columns)
+    return [whole_numbers(*size, dtype, seed) for seed, size in enumerate(sizes)]
+
+
+def check_gradients(kernels, d_out, x, weight):
+    """Against whole numbers, rounded once; in other orders too."""
+    expected = d_out.double() @ weight.double(), d_out.double().T @ x.double()
+    there = [one.to(kernels.device) for one in (d_out, x, weight)]
+    with kernels.running():
+        found = calls.pointwise_gradients(*there)
+        assert same_bits([one.cpu() for one in found], [one.to(x.dtype) for one in expected])
+        for _ in kernels.other_orders():
+            assert same_bits(calls.pointwise_gradients(*there), found)
+    assert kernels.entries == {"pixel_products", "table_gradient"}
+
+
+@pytest.mark.parametrize("key", MAPPED, ids=str)
+def test_gradients_as_planned(kernels, key):
+    kernels.machine = replace(MACHINES["H200"], multiprocessors=1)
+    check_gradients(kernels, *make_convolution(key, MAPPED[key].blocks * MAPPED[key].length + 3))
+
+
+@pytest.mark.parametrize("pixels", [0, 1, 95, 333])
+def test_gradients(kernels, small_map, pixels):
+    check_gradients(kernels, *make_convolution(small_map, pixels))
+
+
+def test_gradients_in_half_precision(kernels, monkeypatch):
+    key, cut = SMALL_MAPS["parts of 32 pixels"]
+    monkeypatch.setattr(product_plans, "MAPPED", {key: cut})
+    d_out, x, weight = make_convolution(key, 95, HALF)
+    check_gradients(kernels, d_out / 8, x / 8, weight / 8)
+
+
+def test_gradients_of_parts_of_wider_maps(kernels, small_map):
+    """With what is not a number on all sides."""
+
+    def inside(numbers):
+        wide = torch.full((70, numbers.shape[1] + 24), torch.nan, dtype=BF16)
+        wide[5:62, 8:-16] = numbers
+        return wide.to(kernels.device)[5:62, 8:-16]
+
+    d_out, x, weight = make_convolution(small_map, 57)
+    with kernels.running():
+        usual = calls.pointwise_gradients(*(one.to(kernels.device) for one in (d_out, x, weight)))
+        found = calls.pointwise_gradients(inside(d_out), inside(x), weight.to(kernels.device))
+    assert same_bits(found, usual)
+
+
+def test_nothing_behind_a_convolution_is_read(kernels, small_map):
+    if kernels.device != "cpu":
+        pytest.skip("memory of the host")
+    check_gradients(kernels, *map(fenced, make_convolution(small_map, 41)))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_pixel_stays_alone(kernels, small_map, bad):
+    d_out, x, weight = (one.to(kernels.device) for one in make_convolution(small_map, 100))
+    others = torch.arange(100, device=kernels.device) != 60
+    with kernels.running():
+        usual, _ = calls.pointwise_gradients(d_out, x, weight)
+        d_out[60] = bad
+        found, d_weight = calls.pointwise_gradients(d_out, x, weight)
+    assert torch.equal(found[others], usual[others])
+    assert not found[60].isfinite().any()
+    assert not d_weight.isfinite().any()
+
+
+def test_what_has_no_gradients_in_one_kernel(planned):
+    ((columns, rows),) = MAPPED
+    d_out, x, weight = make_convolution((columns, rows), 20)
+    assert calls.pointwise_gradients(d_out, x, weight) is not None
+    assert calls.pointwise_gradients(d_out.float(), x.float(), weight.float()) is None
+    assert calls.pointwise_gradients(d_out, x, weight.half()) is None
+    assert calls.pointwise_gradients(d_out, x.half(), weight) is None
+    assert calls.pointwise_gradients(d_out[:, 16:], x, weight[16:]) is None  # channels that are not in the table
+    assert calls.pointwise_gradients(d_out, x, weight.T.contiguous().T) is None
+    wide = torch.zeros(20, columns + 8, dtype=BF16)
+    assert calls.pointwise_gradients(d_out, wide[:, 4:-4], weight) is None  # an address that is no multiple of 16 bytes
+
+
 # --- Where it is the plan.
 
 
@@ -220,6 +324,21 @@ def test_what_is_refused(planned):
     assert plan_pixel_products(planned.machine, BF16, 2**31, *key) is None
 
 
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("key", MAPPED, ids=str)
+def test_plans_of_gradients(name, key):
+    machine, cut = MACHINES[name], MAPPED[key]
+    for pixels in (0, 1, 802_816):
+        plan = plan_pixel_products(machine, BF16, pixels, *key, same=False, mapped=True)
+        if plan is None:
+            assert name == "RTX 4090"
+            continue
+        (launch,) = plan.launches
+        assert launch.grid == (plan.pieces, 1)
+        assert launch.shared_bytes <= machine.shared_memory
+        assert plan.pieces == (machine.multiprocessors * cut.blocks if pixels > 1 else 1)
+
+
 # --- On a GPU: the networks' shapes.
 
 SHAPES = [
@@ -248,3 +367,27 @@ def test_large_maps_on_gpu(gpu, pixels, columns, rows):
     for value, expected in zip(found, (exact, y.double().sum(0)), strict=True):
         # Tensor cores cut off what other units round, at each of some hundred additions.
         assert (value - expected).abs().max() <= 5e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("pixels", [802_816, 524_289])
+def test_gradients_of_large_maps_on_gpu(gpu, pixels):
+    ((columns, rows),) = MAPPED
+    torch.manual_seed(0)
+    d_out, x, weight = (
+        torch.randn(*size, device="cuda").to(BF16) for size in ((pixels, rows), (pixels, columns), (rows, columns))
+    )
+    results = []
+    with gpu.running():
+        for early in (False, True, False):
+            with dependent_launches(early):
+                results.append(calls.pointwise_gradients(d_out, x, weight))
+        torch.cuda.synchronize()
+    found = results[0]
+    if found is None:
+        pytest.skip("there is no room for it on this card")
+    assert all(same_bits(found, other) for other in results[1:])
+    pieces = zip(d_out.split(2**16), x.split(2**16), strict=True)
+    d_weight = sum(one.double().T @ other.double() for one, other in pieces)
+    d_x = torch.cat([part.double() @ weight.double() for part in d_out.split(2**16)])
+    for value, expected in zip(found, (d_x, d_weight), strict=True):
+        assert (value - expected).abs().max() <= 5e-3 * expected.abs().max()

@@ -142,11 +142,19 @@ def kept(request, monkeypatch):
     monkeypatch.setattr(projection, "KEPT_IN_PART", request.param)
 
 
+@pytest.fixture(params=[False, True], ids=["two products", "one kernel"])
+def gradients(request, monkeypatch):
+    """How the gradients of the projection are made; whether by one kernel."""
+    monkeypatch.setattr(projection, "gradients_wanted", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("options", [{}, {"stride": 2}, COLUMN], ids=str)
-def test_module_in_training(short, kept, options):
+def test_module_in_training(short, kept, gradients, options):
     """Its gradients are those of the other way: what is not kept of q, k and v is projected again."""
     check_module(short, make_module(BF16, 64, (8, 6), **options).train(), BF16, 2, (8, 6))
     assert ENTRY in short.entries
+    assert ("pixel_products" in short.entries) == gradients
     assert not any(constants["SOFTMAX"] for constants in short.constants("context_partial"))
 
 

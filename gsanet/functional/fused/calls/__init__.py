@@ -27,7 +27,13 @@ from gsanet.functional.fused.calls.norms import (
     norm_sums,
     pixel_sums,
 )
-from gsanet.functional.fused.calls.products import PixelProducts, map_channels, pixel_products, product
+from gsanet.functional.fused.calls.products import (
+    PixelProducts,
+    map_channels,
+    pixel_products,
+    pointwise_gradients,
+    product,
+)
 from gsanet.functional.fused.calls.tensors import shape_of, side_by_side
 
 __all__ = [
@@ -55,6 +61,7 @@ __all__ = [
     "norm_sums",
     "pixel_products",
     "pixel_sums",
+    "pointwise_gradients",
     "product",
     "project_with_context",
     "shape_of",

@@ -8,8 +8,9 @@ from torch import Tensor
 from gsanet.functional.backends import Axis
 from gsanet.functional.fused import arguments
 from gsanet.functional.fused.calls import launching
+from gsanet.functional.fused.calls.parts import sum_parts
 from gsanet.functional.fused.calls.tensors import pointer, shape_of
-from gsanet.functional.fused.plan import plan_line, plan_table
+from gsanet.functional.fused.plan import plan_line
 
 
 class Attended(NamedTuple):
@@ -196,12 +197,4 @@ def attend_gradient(
         values.key_max = content.key_max.data_ptr()
         values.key_offset = content.key_offset.data_ptr()
     launching.start(plan, values, q)
-    return AttendedGradient(_sum_table(parts, rel), statistics)
-
-
-def _sum_table(parts: Tensor, like: Tensor) -> Tensor:
-    """The gradient of a table from its parts, (blocks, offsets, channels) in float32."""
-    out = torch.empty_like(like)
-    values = arguments.Table(partial=parts.data_ptr(), out=out.data_ptr(), blocks=parts.shape[0], columns=out.numel())
-    launching.start(plan_table(like.dtype, out.numel()), values, parts)
-    return out
+    return AttendedGradient(sum_parts(parts, rel), statistics)

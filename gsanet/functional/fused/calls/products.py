@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gsanet.functional.fused import arguments
 from gsanet.functional.fused.calls import launching
+from gsanet.functional.fused.calls.parts import sum_parts
 from gsanet.functional.fused.calls.tensors import pointer
 from gsanet.functional.fused.plan import plan_channel_map, plan_pixel_products, plan_product
 
@@ -172,8 +173,7 @@ def pixel_products(x: Tensor, y: Tensor) -> PixelProducts | None:
         The sums, or None where these kernels are not the plan: for channels that are not in `CUTS` of
         `plan/pixel_products.py`, other dtypes, and maps whose pixels do not begin at multiples of 16 bytes.
     """
-    maps = (x, y)
-    if any(one.stride(1) != 1 or one.stride(0) % 8 or one.data_ptr() % 16 or one.dtype != x.dtype for one in maps):
+    if not _may_be_multiplied(x, y):
         return None
     (pixels, columns), rows = x.shape, y.shape[1]
     plan = plan_pixel_products(launching.machine_for(x), x.dtype, pixels, columns, rows, x is y)
@@ -192,3 +192,40 @@ def pixel_products(x: Tensor, y: Tensor) -> PixelProducts | None:
     )
     launching.start(total, values, x)
     return found
+
+
+def pointwise_gradients(d_out: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The gradients of x @ weight^T, in one pass over both maps: d_out @ weight, and d_out^T @ x.
+
+    Args:
+        d_out: (pixels, channels out), of 16 bits.
+        x: (pixels, channels).
+        weight: (channels out, channels).
+
+    Returns:
+        Those of x and of weight, or None where this kernel is not the plan: for channels that are not in `MAPPED` of
+        `plan/pixel_products.py`, and as for `pixel_products`.
+    """
+    if not _may_be_multiplied(x, d_out) or not weight.is_contiguous() or weight.dtype != x.dtype:
+        return None
+    (pixels, columns), rows = x.shape, d_out.shape[1]
+    plan = plan_pixel_products(launching.machine_for(x), x.dtype, pixels, columns, rows, same=False, mapped=True)
+    if plan is None:
+        return None
+    partial = x.new_empty(plan.pieces, rows * columns, dtype=torch.float32)
+    d_x = x.new_empty(pixels, columns)
+    values = arguments.PixelProducts(
+        x=x.data_ptr(), y=d_out.data_ptr(), partial=partial.data_ptr(), weight=weight.data_ptr(), out=d_x.data_ptr(),
+        x_stride=x.stride(0), y_stride=d_out.stride(0), pixels=pixels, columns=columns, rows=rows,
+    )  # fmt: skip
+    (launch,) = plan.launches
+    launching.start(launch, values, x)
+    return d_x, sum_parts(partial, weight)
+
+
+def _may_be_multiplied(x: Tensor, y: Tensor) -> bool:
+    """Whether the kernel of sums over pixels takes two maps (pixels, channels), if their channels are in its plan."""
+    maps = (x, y)
+    return x.dtype == y.dtype and all(
+        one.stride(1) == 1 and one.stride(0) % 8 == 0 and one.data_ptr() % 16 == 0 for one in maps
+    )

@@ -9,6 +9,10 @@
 //
 // SYMMETRIC: x is y. What is under the diagonal is left out: blocks are those above and on it, and where one block has all
 // channels (WHOLE) units of warps are too. If it is one unit its two operands are the same registers.
+//
+// MAP: as each stretch of y is there, y WEIGHT goes to `out`, and the channels of y are not added up. With WEIGHT that of a 1x1
+// convolution of x and y the gradient of its output, `out` is the gradient of x, and Y^T X that of the weight. A warp has 16 columns
+// of `out`, for which its part of the weight stays in registers, and one of MAP_SETS parts of the stretch.
 #include "pixels.cuh"
 
 using T = SCALAR;
@@ -31,6 +35,10 @@ static_assert(SETS * UNITS == WARPS && LENGTH % (16 * SETS) == 0, "all warps hav
 static_assert(!SYMMETRIC || ROWS == COLUMNS, "a square");
 static_assert(!TRIANGLE || UNIT_ROWS == UNIT_COLUMNS, "squares");
 static_assert(STAGES > 1, "one to work on, one on its way");
+constexpr int MAP_GROUPS = COLUMNS / 16, MAP_SETS = MAP ? WARPS / MAP_GROUPS : 1, MAP_LENGTH = LENGTH / MAP_SETS;
+static_assert(!MAP || (WHOLE && !SYMMETRIC), "all channels in one block");
+static_assert(!MAP || (MAP_SETS * MAP_GROUPS == WARPS && MAP_LENGTH * MAP_SETS == LENGTH && MAP_LENGTH % 16 == 0),
+              "all warps have the same work");
 
 // Shared memory, in scalars: STAGES stretches of y and, unless it is the same, of x. Later, in floats, 16 rows of all warps.
 constexpr int Y_ROW = ROWS + ACCESS, X_ROW = COLUMNS + ACCESS;
@@ -40,7 +48,9 @@ constexpr int SUM_ROW = UNIT_COLUMNS + 8;  // four rows of eight floats never me
 struct Arguments {
   const T* x;       // (pixels, columns)
   const T* y;       // (pixels, rows)
-  float* partial;   // (blocks, rows * columns + rows): products, sums
+  float* partial;   // (blocks, rows * columns + rows): products, sums; with MAP, products only
+  const T* weight;  // (rows, columns)
+  T* out;           // (pixels, columns)
   int x_stride;     // from pixel to pixel
   int y_stride;
   int pixels;
@@ -113,6 +123,7 @@ struct Sums {
         for (int eight = 0; eight < 2; ++eight)
           if (!ALONE || i <= j / 2) multiply(products[i][j + eight], left[i], right[eight]);
     }
+    if constexpr (MAP) return;
 #pragma unroll
     for (int i = 0; i < DOWN / SHARES; ++i) {
       Left<T, 16> own = left[i * SHARES];
@@ -153,6 +164,56 @@ struct Sums {
   }
 };
 
+// A warp's columns of y WEIGHT. They are in such an order that a lane has four neighbours of its pixels: of the two products side
+// by side, in which lanes l % 4 = q have columns 2 q and 2 q + 1, number j has columns 4 q + 2 j and the next one of `out`.
+struct Map {
+  Right<T, 16> steps[MAP ? ROWS / 16 : 1][2];
+  int first_pixel, column;  // the first one of the warp in a stretch, and of the lane's four
+
+  DEVICE Map(const Arguments& arguments) {
+    if constexpr (!MAP) return;
+    const int warp = anew(warp_index()), group = warp % MAP_GROUPS * 16, eighth = lane_index() / 4, four = lane_index() % 4;
+    first_pixel = warp / MAP_GROUPS * MAP_LENGTH, column = group + four * 4;
+    const T* const from = arguments.weight + four * 2 * COLUMNS + group + eighth / 2 * 4 + eighth % 2;
+#pragma unroll
+    for (int step = 0; step < ROWS / 16; ++step)
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const T* const place = from + (step * 16 + half * 8) * COLUMNS + j * 2;
+          steps[step][j].words[half] = place[0].bits | static_cast<Word>(place[COLUMNS].bits) << 16;
+        }
+  }
+
+  // Of the stretch at `pixels` in shared memory, of which `count` exist, to where its first pixel is in `out`.
+  DEVICE void write(const T* pixels, T* out, int count) const {
+    if constexpr (!MAP) return;
+    pixels += first_pixel * Y_ROW;
+    float products[MAP_LENGTH / 16][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < ROWS / 16; ++step)
+#pragma unroll
+      for (int i = 0; i < MAP_LENGTH / 16; ++i) {
+        const Left<T, 16> left = load_left<T, 16>([&](int row) { return pixels + (i * 16 + row) * Y_ROW + step * 16; });
+#pragma unroll
+        for (int j = 0; j < 2; ++j) multiply(products[i][j], left, steps[step][j]);
+      }
+    const int own = first_pixel + lane_index() / 4;
+    out += static_cast<long long>(own) * COLUMNS + column;
+#pragma unroll
+    for (int i = 0; i < MAP_LENGTH / 16; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float(&one)[4] = products[i][0], (&other)[4] = products[i][1];
+        const int down = i * 16 + half * 8;
+        if (own + down < count)
+          *reinterpret_cast<uint2*>(out + down * COLUMNS) =
+              make_uint2(pack<T>(one[half * 2], one[half * 2 + 1]), pack<T>(other[half * 2], other[half * 2 + 1]));
+      }
+  }
+};
+
 KERNEL(THREADS, BLOCKS) pixel_products(const Arguments arguments) {
   SHARED_MEMORY(memory);
   T* const shared = reinterpret_cast<T*>(memory);
@@ -175,6 +236,7 @@ KERNEL(THREADS, BLOCKS) pixel_products(const Arguments arguments) {
   take_turn();
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) fetch_stretch(block_index() + i * block_count(), i);
+  const Map map(arguments);
   Sums sums;
   const Part part;
   int stage = 0;
@@ -188,13 +250,15 @@ KERNEL(THREADS, BLOCKS) pixel_products(const Arguments arguments) {
     fetch_stretch(number + (STAGES - 1) * block_count(), stage == 0 ? STAGES - 1 : stage - 1);
 #pragma unroll 3
     for (int i = 1; i < LENGTH / 16 / SETS; ++i) sums.add(y + i * SETS * 16 * Y_ROW, x + i * SETS * 16 * X_ROW, part.share);
+    map.write(shared + stage * STAGE, arguments.out + static_cast<long long>(number) * LENGTH * COLUMNS,
+              arguments.pixels - number * LENGTH);
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
 
   wait_for_copies();  // of what does not exist
   float* const left = reinterpret_cast<float*>(memory);  // (SETS, UNITS, 16, SUM_ROW)
   const long long products = static_cast<long long>(arguments.rows) * arguments.columns;
-  float* const partial = arguments.partial + block_index() * (products + arguments.rows);
+  float* const partial = arguments.partial + block_index() * (products + (MAP ? 0 : arguments.rows));
 #pragma unroll
   for (int i = 0; i < DOWN; ++i) {
     block_barrier();
@@ -217,7 +281,7 @@ KERNEL(THREADS, BLOCKS) pixel_products(const Arguments arguments) {
     }
   }
   // Of the blocks, and of the warps, that have the same rows, one each.
-  if (block.column != (SYMMETRIC ? block.row : 0)) return;
+  if (MAP || block.column != (SYMMETRIC ? block.row : 0)) return;
   block_barrier();
   const Part again;
   if (TRIANGLE ? again.unit.column == again.unit.row : again.unit.column < SHARES)

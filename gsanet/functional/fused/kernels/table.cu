@@ -1,4 +1,4 @@
-// The gradient of a table of embeddings, from the parts of it that the blocks of the line layer's gradient left.
+// The gradient of a parameter, such as a table of embeddings, from the parts of it that the blocks of another kernel left.
 #include "rows.cuh"
 
 struct Arguments {

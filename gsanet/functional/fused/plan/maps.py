@@ -20,7 +20,7 @@ def plan_norm(channels: int, entry: str) -> Launch:
 
 @functools.cache
 def plan_table(dtype: torch.dtype, columns: int) -> Launch:
-    """The sum of what the blocks of a line layer's gradient left of the gradient of its table."""
+    """The sum of what the blocks of a gradient left of that of a parameter, such as a line layer's table."""
     return plan_rows("table.cu", "table_gradient", columns, 1, SCALAR=SCALARS[dtype])
 
 

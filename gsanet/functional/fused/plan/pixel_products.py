@@ -54,18 +54,21 @@ CUTS = {
     (128, 512, False): Cut(256, 128, 64, 64, sets=1, length=64, stages=3, blocks=1),
     (256, 256, True): Cut(128, 128, 64, 64, sets=1, length=32, stages=4, blocks=2),
 }
+# The same with a linear map of y beside it, and without the sums, by channels of x and y: the gradients of a 1x1
+# convolution of x. Its other products are PyTorch's; `python benchmarks/plans.py --gradients` times both.
+MAPPED = {(64, 192): Cut(192, 64, 32, 32, sets=1, length=96, stages=4, blocks=1)}
 
 
 class PixelProducts(NamedTuple):
-    """The kernel, and the one that adds what so many blocks have left for each channel."""
+    """The kernel and, but for a map, the one that adds what so many blocks have left."""
 
-    launches: tuple[Launch, Launch]
+    launches: tuple[Launch, ...]
     pieces: int
 
 
 @functools.cache
 def plan_pixel_products(
-    machine: Machine, dtype: torch.dtype, pixels: int, columns: int, rows: int, same: bool
+    machine: Machine, dtype: torch.dtype, pixels: int, columns: int, rows: int, same: bool, mapped: bool = False
 ) -> PixelProducts | None:
     """How pixels are shared, or None where these kernels are not the plan.
 
@@ -76,8 +79,9 @@ def plan_pixel_products(
         columns: Channels of x.
         rows: Channels of y.
         same: Whether x is y.
+        mapped: Whether there is a linear map of y, and no sums of its channels.
     """
-    cut = CUTS.get((columns, rows, same))
+    cut = MAPPED.get((columns, rows)) if mapped else CUTS.get((columns, rows, same))
     if cut is None or dtype.itemsize != 2 or pixels >= 2**31:
         return None
     whole = (cut.rows, cut.columns) == (rows, columns)
@@ -102,8 +106,11 @@ def plan_pixel_products(
         "BLOCKS": blocks,
         "SYMMETRIC": same,
         "WHOLE": whole,
+        "MAP": mapped,
     }
     kernel = specialise("pixel_products.cu", "pixel_products", **constants)
     first = Launch(kernel, (pieces, parts), 32 * warps, cut.shared_bytes(triangle, stages))
+    if mapped:
+        return PixelProducts((first,), pieces)
     total = plan_rows("pixel_products_sum.cu", "sum_pixel_products", rows * columns + rows, 1, SYMMETRIC=same)
     return PixelProducts((first, total), pieces)
