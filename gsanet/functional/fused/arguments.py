@@ -59,6 +59,7 @@ Norm: Any = _structure(
     "Norm",
     partial=c_void_p, centre=c_void_p, weight=c_void_p, bias=c_void_p, applied=c_void_p, coefficients=c_void_p,
     blocks=c_int, channels=c_int, count=c_float, epsilon=c_float, fixed=c_int,
+    running_mean=c_void_p, running_variance=c_void_p, batches=c_void_p, share=c_float,
 )  # fmt: skip
 
 Table: Any = _structure("Table", partial=c_void_p, out=c_void_p, blocks=c_int, columns=c_int)

@@ -196,11 +196,12 @@ def _compile_ahead(
 
 
 def _run_training(module: Module, norm: Tensor, settings: Settings, training: bool) -> None:
-    """The module and, where its statistics are the batch's, its gradient."""
+    """The module and, where its statistics are the batch's, what its norm keeps of them, and its gradient."""
     forward: Any = _attention_map
     gradient: Any = _attention_map_gradient
     out, *kept = forward(*module, norm[0], norm[1], norm[2], None if training else norm, *settings, 0.0)
     if training:
+        calls.keep_statistics(norm[2], norm[4], norm.new_empty((), dtype=torch.int64), norm, 1, 0.0)
         gradient(torch.empty_like(out), *module, *kept, *settings, False)
 
 

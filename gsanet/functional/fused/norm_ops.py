@@ -1,9 +1,10 @@
 """Batch norms as operators of PyTorch, for training: their statistics, and the one before a ReLU and max pooling.
 
 `gsanet::channel_statistics` takes the statistics of a map at the speed of the memory, `gsanet::norm_gradient` the sums
-that a norm's gradient needs; the rest of both is left to torch.compile. `gsanet::norm_relu_max_pool` is the tail of a
-ResNet's stem, which writes nothing of the size of its input, with its gradient. `gsanet::max_pool` is what is left of
-it in inference.
+that a norm's gradient needs; the rest of both is left to torch.compile. `gsanet::keep_statistics` brings what a norm
+keeps up to date, for which torch.compile would launch a kernel for each tensor. `gsanet::norm_relu_max_pool` is the
+tail of a ResNet's stem, which writes nothing of the size of its input, with its gradient. `gsanet::max_pool` is what is
+left of it in inference.
 """
 
 from typing import Any
@@ -32,6 +33,28 @@ def channel_statistics(x: Tensor, centre: Tensor, weight: Tensor | None, bias: T
 @channel_statistics.register_fake
 def _(x: Tensor, centre: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
     return x.new_empty(5, x.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op("gsanet::keep_statistics", mutates_args=("running_mean", "running_variance", "batches"))
+def keep_statistics(
+    running_mean: Tensor, running_variance: Tensor, batches: Tensor, applied: Tensor, count: int, share: float
+) -> None:
+    """What a batch norm in training does with its running statistics, in place.
+
+    Args:
+        running_mean: (channels), in float32.
+        running_variance: The same.
+        batches: How many there were, an int64, which is counted up.
+        applied: From `channel_statistics`.
+        count: Values of a channel.
+        share: Of this batch in the statistics, the norm's `momentum`.
+    """
+    calls.keep_statistics(running_mean, running_variance, batches, applied, count, share)
+
+
+@keep_statistics.register_fake
+def _(*_: Any) -> None:
+    pass
 
 
 @torch.library.custom_op("gsanet::norm_gradient", mutates_args=())

@@ -107,23 +107,6 @@ def centre_of(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def count_batch(norm: nn.BatchNorm2d) -> Tensor | float | None:
-    """Count one more batch where `norm(x)` would: in training, with `track_running_stats` as it is now.
-
-    Returns:
-        The share that the batch gets in the running statistics; None where these stay as they are.
-    """
-    if not (norm.training and norm.track_running_stats):
-        return None
-    share: Tensor | float = norm.momentum or 0.0
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-        if norm.momentum is None:
-            share = 1.0 / norm.num_batches_tracked.float()
-    return share
-
-
-@torch.no_grad()
 def keep_statistics(norm: nn.BatchNorm2d, applied: Tensor, x: Tensor) -> None:
     """Bring a norm's running statistics up to date, where `norm(x)` would; it need not have any.
 
@@ -132,14 +115,31 @@ def keep_statistics(norm: nn.BatchNorm2d, applied: Tensor, x: Tensor) -> None:
         applied: Scale, shift, mean, 1 / standard deviation and variance of the batch, (5, channels).
         x: What these are of, (batch, channels, height, width), or another map with as many pixels.
     """
-    share = count_batch(norm)
-    if share is None:
+    if not (norm.training and norm.track_running_stats):
         return
     count = x.shape[0] * x.shape[2] * x.shape[3]
+    kept = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    if norm.momentum is not None and _are_as_usual(kept, applied):
+        norm_ops.keep_statistics(*kept, applied, count, norm.momentum)
+        return
+    share: Tensor | float = norm.momentum or 0.0
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if norm.momentum is None:
+            share = 1.0 / norm.num_batches_tracked.float()
     mean, variance = applied[2], applied[4] * (count / (count - 1))
     for running, value in ((norm.running_mean, mean), (norm.running_var, variance)):
         if running is not None:
             running.lerp_(value.to(running.dtype), share)
+
+
+def _are_as_usual(kept: tuple[Tensor | None, ...], applied: Tensor) -> bool:
+    """Whether a kernel can bring what a norm keeps up to date: mean, variance, and the number of batches."""
+    dtypes = (torch.float32, torch.float32, torch.int64)
+    return available.runs_on_device(applied) and all(
+        one is not None and one.dtype == dtype and one.device == applied.device and one.is_contiguous()
+        for one, dtype in zip(kept, dtypes, strict=True)
+    )
 
 
 def applied_in_evaluation(norm: nn.BatchNorm2d) -> Tensor:

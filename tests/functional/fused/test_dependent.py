@@ -133,8 +133,10 @@ def use_every_kernel() -> None:
     stem(torch.zeros(1, 3, 16, 16, dtype=BF16).to(memory_format=torch.channels_last)).sum().backward()
     calls.norm_pool(torch.zeros(1, 8, 8, 8, dtype=BF16), None)
     x = torch.zeros(1, 8, 8, 8, dtype=BF16)
+    applied = torch.zeros(5, 8)
+    calls.keep_statistics(applied[2], applied[4], torch.tensor(0), applied, 64, 0.1)
     for relu in (False, True):
-        calls.norm_sums(x, x, torch.zeros(5, 8), relu)
+        calls.norm_sums(x, x, applied, relu)
     for early, stride in ((False, (1, 1)), (True, (1, 1)), (True, (2, 2))):
         x, weight, bias = torch.zeros(1, 7, 7, 64, dtype=BF16), torch.zeros(128, 64, dtype=BF16), torch.zeros(128)
         calls.product(x, weight, bias.to(BF16), relu=True, stride=stride, early_weight=early)

@@ -128,6 +128,7 @@ def test_gradients_of_long_lines_compile_and_fit(planned, architecture, dim, siz
 def test_kernels_of_norms_compile_and_fit(planned, architecture, dtype):
     planned.machine = MACHINES[architecture]
     stem = gsanet.create_model("gsa_resnet50", stem_width=64).stem.to(dtype)
+    stem.conv1.bn.float()
     stem(torch.zeros(1, 3, 16, 16, dtype=dtype).to(memory_format=torch.channels_last)).sum().backward()
     for relu in (False, True):  # of the norms behind it, when they are compiled
         x = torch.zeros(1, 64, 4, 4, dtype=dtype).to(memory_format=torch.channels_last)
@@ -135,7 +136,7 @@ def test_kernels_of_norms_compile_and_fit(planned, architecture, dtype):
     plans = dict.fromkeys(planned.launched)
     binaries = compile_all([plan.kernel for plan in plans], architecture, workers=2)
     assert planned.entries == {
-        "channel_sums", "norm_statistics", "norm_sums", "norm_gradient",
+        "channel_sums", "norm_statistics", "keep_statistics", "norm_sums", "norm_gradient",
         "norm_pool", "norm_pool_sums", "norm_pool_gradient",
     }  # fmt: skip
     check_that_they_fit(planned.machine, binaries, plans)

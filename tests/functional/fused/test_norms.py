@@ -329,6 +329,48 @@ def test_norm_and_pool_keep_running_statistics(kernels, options):
         check_close(name, buffer, dict(exact.named_buffers())[name], FLOAT)
 
 
+@pytest.mark.parametrize("channels", [8, 512, 1040])
+def test_what_a_norm_keeps(kernels, channels):
+    """For the first and the last channel of a block, and more than a block has; other orders give the same bits."""
+    applied = normal(5, channels, dtype=FLOAT, seed=1).abs().to(kernels.device)
+
+    def keep(times):
+        kept = torch.zeros(channels), torch.ones(channels), torch.tensor(2**32)
+        kept = [one.to(kernels.device) for one in kept]
+        with kernels.running():
+            for _ in range(times):
+                norm_ops.keep_statistics(*kept, applied, 6, 0.1)
+        return kept
+
+    mean, variance, batches = keep(2)
+    check_close("mean", mean, 0.19 * applied[2].double(), FLOAT)
+    check_close("variance", variance, 0.81 + 0.19 * 1.2 * applied[4].double(), FLOAT)
+    assert batches == 2**32 + 2
+    for _ in kernels.other_orders():
+        assert same_bits(keep(2), (mean, variance, batches))
+    assert kernels.entries == {"keep_statistics"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda norm: setattr(norm, "momentum", None),
+        lambda norm: norm.bfloat16(),
+        lambda norm: setattr(norm, "num_batches_tracked", None),
+        lambda norm: setattr(norm, "running_var", None),
+        lambda norm: setattr(norm, "running_mean", torch.zeros(32)[::2]),
+    ],
+)
+def test_what_is_kept_without_the_kernel(planned, change):
+    norm, x = nn.BatchNorm2d(16), torch.zeros(2, 16, 4, 4)
+    norms.keep_statistics(norm, torch.zeros(5, 16), x)
+    assert planned.entries == {"keep_statistics"}
+    planned.launched.clear()
+    change(norm)
+    norms.keep_statistics(norm, torch.zeros(5, 16), x)
+    assert not planned.launched
+
+
 def test_norm_and_pool_keep_statistics_as_batch_norms_do(kernels):
     for words, norm in batch_norms(16):
         norm.to(kernels.device)
@@ -415,7 +457,7 @@ def test_stem_with_other_layers(planned, change):
     stem = stem_network().stem
     x = torch.zeros(2, 3, 16, 16).to(memory_format=LAST)
     stem(x)
-    assert planned.entries == {"channel_sums", "norm_statistics", "norm_pool"}
+    assert planned.entries == {"channel_sums", "norm_statistics", "keep_statistics", "norm_pool"}
     planned.launched.clear()
     change(stem)
     stem(x.to(stem.conv1.conv.weight.dtype))
@@ -492,7 +534,10 @@ def operators_and_arguments(device):
     weight.requires_grad_(), bias.requires_grad_()
     yield norm_ops.channel_statistics, (x.detach(), centre, weight.detach(), bias.detach(), 1e-5)
     yield norm_ops.channel_statistics, (x.detach(), centre, None, None, 1e-5)
-    yield norm_ops.norm_gradient, (x.detach() + 1, x.detach(), normal(5, 16, dtype=FLOAT).to(device), True)
+    applied = normal(5, 16, dtype=FLOAT).to(device)
+    kept = applied[2].clone(), applied[4].clone(), torch.tensor(0, device=device)
+    yield norm_ops.keep_statistics, (*kept, applied, 60, 0.1)
+    yield norm_ops.norm_gradient, (x.detach() + 1, x.detach(), applied, True)
     yield norm_ops.norm_relu_max_pool, (x, centre, weight, bias, 1e-5)
     yield norm_ops.norm_relu_max_pool, (x.detach().contiguous().requires_grad_(), centre, None, None, 1e-5)
     out, *kept = norm_ops.norm_relu_max_pool(x.detach(), centre, None, None, 1e-5)
@@ -611,8 +656,11 @@ def test_compiled_batch_norms(kernels, options):
             for name, buffer in block.named_buffers():
                 check_close(name, buffer, dict(exact.named_buffers())[name], FLOAT)
         assert len(graphs) == 1
+        by_kernel = "momentum" not in options
         assert count_operator(graphs[0], "channel_statistics") == 2
-    assert kernels.entries == {"channel_sums", "norm_statistics", "norm_sums", "norm_gradient"}
+        assert count_operator(graphs[0], "keep_statistics") == 2 * by_kernel
+    others = {"channel_sums", "norm_statistics", "norm_sums", "norm_gradient"}
+    assert kernels.entries == others | ({"keep_statistics"} if by_kernel else set())
 
 
 def test_batch_norms_that_are_not_compiled_are_timms(kernels):

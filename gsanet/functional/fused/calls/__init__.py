@@ -19,6 +19,7 @@ from gsanet.functional.fused.calls.lines import Attended, AttendedGradient, Cont
 from gsanet.functional.fused.calls.norms import (
     Pooled,
     channel_sums,
+    keep_statistics,
     norm_gradient,
     norm_pool,
     norm_pool_gradient,
@@ -52,6 +53,7 @@ __all__ = [
     "context_gradient",
     "context_vectors",
     "empty_context",
+    "keep_statistics",
     "map_channels",
     "norm_gradient",
     "norm_pool",

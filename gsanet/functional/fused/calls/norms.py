@@ -8,7 +8,7 @@ from torch import Tensor
 from gsanet.functional.fused import arguments
 from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.calls.tensors import pointer
-from gsanet.functional.fused.plan import plan_norm, plan_pool, plan_sums
+from gsanet.functional.fused.plan import plan_kept, plan_norm, plan_pool, plan_sums
 
 
 def norm_statistics(
@@ -45,6 +45,31 @@ def norm_gradient(statistics: Tensor, applied: Tensor, count: int, fixed: bool) 
     )
     launching.start(plan_norm(statistics.shape[2], "norm_gradient"), values, statistics)
     return coefficients
+
+
+def keep_statistics(
+    running_mean: Tensor, running_variance: Tensor, batches: Tensor, applied: Tensor, count: int, share: float
+) -> None:
+    """Bring what a batch norm keeps up to date, in place.
+
+    Args:
+        running_mean: (channels), in float32, contiguous.
+        running_variance: The same.
+        batches: How many there were, an int64.
+        applied: From `norm_statistics`.
+        count: Values of a channel.
+        share: Of this batch.
+    """
+    values = arguments.Norm(
+        applied=applied.data_ptr(),
+        channels=applied.shape[1],
+        count=count,
+        running_mean=running_mean.data_ptr(),
+        running_variance=running_variance.data_ptr(),
+        batches=batches.data_ptr(),
+        share=share,
+    )
+    launching.start(plan_kept(applied.shape[1]), values, applied)
 
 
 def channel_sums(x: Tensor, centre: Tensor) -> Tensor:

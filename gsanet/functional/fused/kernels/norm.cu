@@ -1,5 +1,5 @@
-// From the sums that the attention kernels take to what they apply: the statistics of the batch norm between the column
-// and the row layer, and its gradients. A lane of warp 0 for each channel.
+// From the sums that other kernels take to what they apply: the statistics of a batch norm, and its gradients, a lane of warp 0 for
+// each channel; and what a norm keeps of its statistics, a thread for each.
 #include "rows.cuh"
 
 struct Arguments {
@@ -14,6 +14,10 @@ struct Arguments {
   float count;           // values of a channel
   float epsilon;
   int fixed;             // the statistics were given and not taken: they have no gradient
+  float* running_mean;   // (channels)
+  float* running_variance;
+  long long* batches;    // how many there were so far
+  float share;           // of this batch in what is kept
 };
 
 // Both sums of a channel; whether this thread has one.
@@ -55,4 +59,16 @@ KERNEL(THREADS, BLOCKS) norm_gradient(const Arguments arguments) {
   arguments.coefficients[2 * channels + channel] = (arguments.fixed ? 0.f : -scale * d_bias / arguments.count) - slope * mean;
   arguments.coefficients[3 * channels + channel] = d_weight;
   arguments.coefficients[4 * channels + channel] = d_bias;
+}
+
+KERNEL(THREADS, BLOCKS) keep_statistics(const Arguments arguments) {
+  const int channel = block_index() * THREADS + thread_index(), channels = arguments.channels;
+  take_turn();
+  if (channel == 0) *arguments.batches += 1;
+  if (channel >= channels) return;
+  const float mean = arguments.applied[2 * channels + channel];
+  // As an estimate for more than this batch, whose own variance is smaller.
+  const float variance = arguments.applied[4 * channels + channel] * (arguments.count / (arguments.count - 1.f));
+  arguments.running_mean[channel] += arguments.share * (mean - arguments.running_mean[channel]);
+  arguments.running_variance[channel] += arguments.share * (variance - arguments.running_variance[channel]);
 }

@@ -6,7 +6,7 @@ The sizes here are those that the kernels' sources work out for themselves (`ker
 from gsanet.functional.fused.plan.channel_map import plan_channel_map
 from gsanet.functional.fused.plan.context import plan_context
 from gsanet.functional.fused.plan.lines import LONGEST, plan_line
-from gsanet.functional.fused.plan.maps import plan_local, plan_norm, plan_pool, plan_sums, plan_table
+from gsanet.functional.fused.plan.maps import plan_kept, plan_local, plan_norm, plan_pool, plan_sums, plan_table
 from gsanet.functional.fused.plan.pixel_products import plan_pixel_products
 from gsanet.functional.fused.plan.product import plan_product
 from gsanet.functional.fused.plan.projection import plan_projection
@@ -23,6 +23,7 @@ __all__ = [
     "machine_of",
     "plan_channel_map",
     "plan_context",
+    "plan_kept",
     "plan_line",
     "plan_local",
     "plan_norm",

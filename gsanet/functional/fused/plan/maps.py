@@ -19,6 +19,15 @@ def plan_norm(channels: int, entry: str) -> Launch:
 
 
 @functools.cache
+def plan_kept(channels: int) -> Launch:
+    """What a batch norm keeps of its statistics."""
+    threads = 32 * ROW_WARPS
+    return Launch(
+        specialise("norm.cu", "keep_statistics", WARPS=ROW_WARPS, BLOCKS=1), (-(-channels // threads), 1), threads, 0
+    )
+
+
+@functools.cache
 def plan_table(dtype: torch.dtype, columns: int) -> Launch:
     """The sum of what the blocks of a gradient left of that of a parameter, such as a line layer's table."""
     return plan_rows("table.cu", "table_gradient", columns, 1, SCALAR=SCALARS[dtype])
