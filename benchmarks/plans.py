@@ -90,7 +90,7 @@ def cuts(backward: bool, length: int) -> Iterator[Cut]:
         shares = [
             (heads, lines) for heads, lines in itertools.product((8, 4, 2), (1, 2, 4, 8)) if heads * lines in (8, 16)
         ]
-        loads = [(8, 1), (8, 2), (8, 3), (16, 1)] if backward else [(8, 2), (8, 3), (8, 4)]
+        loads = [(8, 1), (8, 2), (8, 3), (8, 4), (16, 1)] if backward else [(8, 2), (8, 3), (8, 4)]
     for share, load in itertools.product(shares, loads):
         yield *share, *load
 
