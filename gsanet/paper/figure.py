@@ -17,6 +17,8 @@ from gsanet.paper.printed import Network, printed_tables
 from gsanet.paper.results import Results, Run, plain_network
 from gsanet.paper.tables import alike, summarise
 
+Point = tuple[str, float, float]  # a network's name, and where it stands
+
 PRINTED = "ImageNet, as the paper prints"
 COLOURS = {"gsa": "tab:red", "conv": "tab:gray"}
 OTHERS = "tab:blue"
@@ -66,7 +68,7 @@ def draw(rows: Sequence[BenchRow], results: Results, setting: str, file: Path) -
     figure = Figure(figsize=(13, 4.2 * len(by_setting)), layout="constrained")
     FigureCanvasAgg(figure)
     plots: Any = figure.subplots(len(by_setting), 3, sharey="row", squeeze=False)
-    plots_with_names: list[tuple[Any, list[tuple[str, float, float]]]] = []
+    plots_with_names: list[tuple[Any, list[Point]]] = []
     for line, (where, points) in zip(plots, by_setting.items(), strict=True):
         line[0].set_ylabel("Top-1 (%)\n" + where.replace(", ", ",\n"), parse_math=False)
         for plot, (heading, value) in zip(line, _AXES.items(), strict=True):
@@ -144,21 +146,26 @@ def _draw_setting(setting: Setting, networks: list[list[Run]], file: Path) -> No
     figure = Figure(figsize=(13, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     plots: Any = figure.subplots(1, 3, sharey=True)
+    accuracy = {id(runs): statistics.fmean(run.top1 for run in runs) for runs in networks}
+    lowest = lowest_shown(list(accuracy.values()))
     with_names = []
     for plot, (heading, value) in zip(plots, _MEASURED.items(), strict=True):
-        named = []
+        named: list[Point] = []
+        below: list[Point] = []
         for runs in networks:
             values = [value(run) for run in runs if value(run)]
-            if values:
+            if not values:
+                continue
+            point = (_name_of(runs[0].network), statistics.fmean(values), accuracy[id(runs)])
+            (named if point[2] >= lowest else below).append(point)
+            if len(runs) > 1 and point[2] >= lowest:  # from the worst to the best seed
                 top1 = [run.top1 for run in runs]
-                named.append((_name_of(runs[0].network), statistics.fmean(values), statistics.fmean(top1)))
-                if len(top1) > 1:  # from the worst to the best seed
-                    bars = {"color": colour_of(runs[0].model), "linewidth": 5, "alpha": 0.35, "zorder": 1}
-                    plot.vlines(named[-1][1], min(top1), max(top1), **bars)
+                bars = {"color": colour_of(runs[0].model), "linewidth": 5, "alpha": 0.35, "zorder": 1}
+                plot.vlines(point[1], min(top1), max(top1), **bars)
         _scatter(plot, named)
         plot.set_xlabel(heading)
         plot.grid(alpha=0.3)
-        with_names.append((plot, named))
+        with_names.append((plot, named, below))
     dataset, recipe, length = setting
     evaluated = next((run.evaluated_on for runs in networks for run in runs if run.evaluated_on), dataset)
     size = next((run.settings["img_size"] for runs in networks for run in runs if "img_size" in run.settings), None)
@@ -172,13 +179,36 @@ def _draw_setting(setting: Setting, networks: list[list[Run]], file: Path) -> No
     plots[0].legend(loc="lower right", fontsize="small")
     devices = sorted({run.device for runs in networks for run in runs if run.device})
     parts = [f"{dataset}{f' at {size}x{size}' if isinstance(size, int) else ''}", f"recipe {recipe}", length, *devices]
-    seeds = "; a bar joins the seeds" if any(len(runs) > 1 for runs in networks) else ""
-    title = f"Top-1 of {evaluated}\n{', '.join(part for part in parts if part)}{seeds}"
+    signs = "; a bar joins the seeds" if any(len(runs) > 1 for runs in networks) else ""
+    signs += "; arrows are further down" if any(below for *_, below in with_names) else ""
+    title = f"Top-1 of {evaluated}\n{', '.join(part for part in parts if part)}{signs}"
     figure.suptitle(title, fontsize="medium")
+    shown = [(plot, [*named, *_mark_below(plot, below)]) for plot, named, below in with_names]
     figure.draw_without_rendering()
-    for plot, named in with_names:
-        _write_names(plot, named)
+    for plot, points in shown:
+        _write_names(plot, points)
     figure.savefig(file, dpi=150)
+
+
+def lowest_shown(accuracies: Sequence[float]) -> float:
+    """The accuracy from which on networks are drawn at their place: one far below the others would squeeze them.
+
+    That is more than two and a half times as far below the lower quartile as the quartiles are apart, and at least 2
+    points.
+    """
+    if len(accuracies) < 4:
+        return min(accuracies)
+    lower, _, upper = statistics.quantiles(accuracies, n=4, method="inclusive")
+    return lower - max(2.5 * (upper - lower), 2.0)
+
+
+def _mark_below(plot: Any, points: list[Point]) -> list[Point]:
+    """Networks that are below all that is shown, as arrows on the lower edge; gives these, with accuracies as names."""
+    bottom, top = plot.get_ylim()
+    edge = bottom + 0.02 * (top - bottom)
+    for name, x, _ in points:
+        plot.plot([x], [edge], marker="v", color=colour_of(name), scaley=False)
+    return [(f"{name}: {y:.1f}", x, edge) for name, x, y in points]
 
 
 def _name_of(network: Network) -> str:
@@ -192,7 +222,7 @@ def colour_of(name: str) -> str:
     return COLOURS.get(name.split("_")[0], OTHERS)
 
 
-def _scatter(plot: Any, points: list[tuple[str, float, float]]) -> None:
+def _scatter(plot: Any, points: list[Point]) -> None:
     """Points, the depths of one family joined, as in the paper; networks of which a part attends stand alone."""
     for family, group in groupby(sorted(points), key=lambda point: re.sub(r"\d+$", "", point[0])):
         _, x, y = zip(*sorted(group, key=lambda point: point[1]), strict=True)
@@ -200,7 +230,7 @@ def _scatter(plot: Any, points: list[tuple[str, float, float]]) -> None:
     plot.margins(x=0.25, y=0.15)
 
 
-def _write_names(plot: Any, points: list[tuple[str, float, float]]) -> None:
+def _write_names(plot: Any, points: list[Point]) -> None:
     """The points' names, each at the first place near its point where it covers no other name and no point.
 
     Where that is not beside the point a line leads to it.
@@ -213,9 +243,9 @@ def _write_names(plot: Any, points: list[tuple[str, float, float]]) -> None:
     centres = plot.transData.transform([place for _, *place in points])
     taken: list[Any] = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in centres]
     for name, *place in sorted(points):
-        for down, align in product((4, -9, 18, -23, 30, -35, 42, -47, 54, -59, 66, -71), ("left", "right")):
-            far = down not in (4, -9)
-            away = 12 if far else 4
+        for down, align in product((5, -11, 18, -23, 30, -35, 42, -47, 54, -59, 66, -71), ("left", "right")):
+            far = down not in (5, -11)
+            away = 12 if far else 6
             text = plot.annotate(
                 name,
                 place,
@@ -227,8 +257,9 @@ def _write_names(plot: Any, points: list[tuple[str, float, float]]) -> None:
                 path_effects=halo,
             )
             text.update_positions(plot.figure.canvas.get_renderer())
-            box = Text.get_window_extent(text)  # without the line
-            if plot.bbox.x0 < box.x0 and box.x1 < plot.bbox.x1 and not any(box.overlaps(other) for other in taken):
+            box = Text.get_window_extent(text).padded(1.5)  # without the line
+            inside = plot.bbox.x0 < box.x0 and box.x1 < plot.bbox.x1 and plot.bbox.y0 < box.y0
+            if inside and not any(box.overlaps(other) for other in taken):
                 break
             text.remove()
         else:

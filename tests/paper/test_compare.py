@@ -8,9 +8,9 @@ from PIL import Image
 from result_files import RUN, write
 from rich.console import Console
 
-from gsanet.paper import tables
+from gsanet.paper import figure, tables
 from gsanet.paper.compare import compare, seed_spreads
-from gsanet.paper.figure import draw_results
+from gsanet.paper.figure import draw_results, lowest_shown
 from gsanet.paper.matrix import matrix
 from gsanet.paper.open_questions import QUESTIONS, answers
 from gsanet.paper.printed import printed_table
@@ -132,6 +132,25 @@ def test_pictures(tmp_path, command):
     with pytest.raises(ValueError, match="nothing to draw: the folder of results holds no two runs"):
         draw_results(Results(), tmp_path)
     assert "there is no folder" in command("paper", "figures", "--out", tmp_path / "none", code=2)
+
+
+def test_a_network_far_below_the_others_does_not_squeeze_them(tmp_path, monkeypatch):
+    accuracies = {"gsa_resnet38": 60.0, "gsa_resnet50": 61.0, "conv_resnet38": 59.5, "a2_resnet50": 60.5}
+    assert lowest_shown(list(accuracies.values())) < 58
+    assert lowest_shown([*accuracies.values(), 58.6]) < 58.6
+    assert 50 < lowest_shown([*accuracies.values(), 50.0]) < 59.5
+    assert lowest_shown([60.0, 50.0]) == 50
+    figures = {"params": 12_000_000, "flops": 2 * 10**9, "images_per_second": 9000.0}
+    drawn = []
+    monkeypatch.setattr(figure, "_write_names", lambda plot, points: drawn.append((plot.get_ylim(), points)))
+    files = {name: run(name, top1, **figures) for name, top1 in {**accuracies, "san19_patchwise": 50.0}.items()}
+    write(tmp_path, **files)
+    draw_results(read_results(tmp_path), tmp_path)
+    assert len(drawn) == 3
+    for (bottom, top), points in drawn:
+        assert 58 < bottom < 59.5 < 61 < top
+        assert [name for name, *_ in points][-1] == "san19_patchwise: 50.0"
+        assert bottom < points[-1][2] < 59.5
 
 
 def test_open_questions(tmp_path):
