@@ -54,6 +54,8 @@ def check_axis(axis: str) -> None:
 
 def check_whole(name: str, value: Any, wanted: str = "a whole number") -> int:
     """Check a whole number of any type, numpy's for one, and give it as Python's own; bool is no number here."""
+    if type(value) is int:  # nearly always
+        return value
     if not isinstance(value, bool):
         if isinstance(value, int | torch.SymInt):
             return value  # type: ignore[return-value]  # a symbol of torch.export stays one
@@ -96,9 +98,13 @@ def check_heads(num_heads: int, **channels: int) -> list[int]:
     """Check that the heads divide the channels, given by name, and give all numbers."""
     heads, *numbers = check_counts(num_heads=num_heads, **channels)
     for name, number in zip(channels, numbers, strict=True):
-        if number % heads:
-            raise ValueError(f"{name} must be divisible by the number of heads, got {number} for {heads} heads")
+        _check_divided(name, number, heads)
     return [heads, *numbers]
+
+
+def _check_divided(name: str, channels: int, heads: int) -> None:
+    if channels % heads:
+        raise ValueError(f"{name} must be divisible by the number of heads, got {channels} for {heads} heads")
 
 
 def check_half_heads(num_heads: int, dim_out: int) -> list[int]:
@@ -119,6 +125,9 @@ def check_share(share: int, dim_out: int) -> list[int]:
 
 def check_same_kind(**tensors: Tensor) -> None:
     """Check that all tensors of a call have one dtype and one device."""
+    first, *others = tensors.values()
+    if all(one.dtype == first.dtype and one.device == first.device for one in others):
+        return
     for attribute in ("dtype", "device"):
         kinds = {name: getattr(tensor, attribute) for name, tensor in tensors.items()}
         if len(set(kinds.values())) > 1:
@@ -155,7 +164,7 @@ def check_projection(weight: Tensor, dim_key: int, num_heads: int, content: bool
             f"weight must have shape ({parts} * dim_key + dim_out, channels), more than {parts * dim_key} rows for "
             f"dim_key {dim_key}, got {tuple(weight.shape)}"
         )
-    check_heads(num_heads, dim_out=weight.shape[0] - parts * dim_key)
+    _check_divided("dim_out", weight.shape[0] - parts * dim_key, num_heads)
     return num_heads, dim_key
 
 

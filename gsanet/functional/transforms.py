@@ -1,9 +1,10 @@
-"""Whether a call is seen through `torch.func`: `vmap`, `grad`, `jacrev` and the like."""
+"""Whether a call is seen through `torch.func`, `vmap`, `grad`, `jacrev` and the like, or carries tangents."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # Of PyTorch's complaints about a batch norm in training, under `vmap` and under gradients.
 COMPLAINTS = ("running_mean or running_var", "mutate a captured Tensor")
@@ -16,6 +17,12 @@ def is_transformed() -> bool:
     """
     # PyTorch has no public question for it; torch.autograd.Function asks this one, and torch.compile knows it.
     return torch._C._are_functorch_transforms_active()
+
+
+def have_tangents(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of these tensors carries a tangent of forward-mode derivatives."""
+    # Outside of all dual levels no tensor does; `unpack_dual` asks the same, one tensor at a time.
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(one).tangent is not None for one in tensors)
 
 
 def call_with_norms(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -91,7 +91,8 @@ class RelativeTables(Attention):
         height, width = x.shape[-2:]
         for length, table in ((height, self.rel_column), (width, self.rel_row)):
             furthest = -(-length // self.reduction) - 1
-            if table is not None and min(furthest, furthest if self.reach is None else self.reach) > len(table) // 2:
+            wanted = furthest if self.reach is None else min(furthest, self.reach)
+            if table is not None and wanted > table.shape[0] // 2:
                 break
         else:
             return

@@ -77,6 +77,7 @@ REL = table(4, 2)
         (lambda: content_attention(Q, K[..., :1], V), ValueError, "k must have q's shape"),
         (lambda: content_attention(Q, K, V[:, :2]), ValueError, "v must agree with q"),
         (lambda: content_attention(Q, K, V.float()), TypeError, "same dtype.*v torch.float32"),
+        (lambda: content_attention(Q, K.to("meta"), V), TypeError, "same device, got q cpu, k meta, v cpu"),
         (lambda: content_attention(Q.long(), K, V), TypeError, "q must hold floating-point"),
         (lambda: content_attention(Q, [1], V), TypeError, "k must be a tensor, got list"),
         (lambda: positional_attention(Q, V, REL, "diagonal"), ValueError, "'column' or 'row', got 'diagonal'"),

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from gsanet.functional import lean
@@ -18,12 +17,13 @@ from gsanet.functional.backends import Axis, Backend, Norm, Operation, is_differ
 from gsanet.functional.lean import fit_table
 from gsanet.functional.native import calls
 from gsanet.functional.native.compiler import unavailable
-from gsanet.functional.native.module import attention_map
-from gsanet.functional.transforms import is_transformed
+from gsanet.functional.native.module import attention_map, tensors_of
+from gsanet.functional.transforms import have_tangents, is_transformed
 
 FEW = 2**12  # numbers in a map, below which nothing is worth compiling for
 # Pixels of a line, and channels of a head: a thread keeps a line of several heads in memory.
 LONGEST, WIDEST = 2048, 128
+PLAIN = (Tensor, nn.Parameter)
 
 
 def content_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -66,18 +66,18 @@ class _PositionalAttention(torch.autograd.Function):
 def refuses(operation: Operation, *arguments: Any, **settings: Any) -> str | None:
     """Why this backend cannot take a call, or None."""
     first = arguments[0]
-    tensors = [one for one in arguments if isinstance(one, Tensor)]
     if is_transformed():
         return "its kernels take no part in torch.func's transforms"
-    if first.device.type != "cpu":
+    if not first.is_cpu:
         return f"it runs on CPUs, not on {first.device.type}"
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return "its kernels are no operators that could be traced"
     if first.dtype != torch.float32:
         return f"its kernels compute in float32, not in {first.dtype}"
-    if is_in_torch_dispatch_mode() or not all(map(_is_plain, tensors)):
+    tensors = [one for one in arguments if isinstance(one, Tensor)]
+    if is_in_torch_dispatch_mode() or not _are_plain(tensors):
         return "it takes plain tensors only, with nothing that watches operators"
-    if first.numel() < FEW or not all(tensor.numel() for tensor in tensors):
+    if first.numel() < FEW or not all(map(Tensor.numel, tensors)):
         return f"a map of {first.numel()} numbers is too small to compile kernels for"
     if operation == "global_self_attention_map":
         reason = _refuses_map(*arguments, **settings)
@@ -118,10 +118,10 @@ def _refuses_map(
         elif norm.num_features != dim_out:
             return f"the norm is for {norm.num_features} channels"
         else:
-            fixed += [one for one in (norm.weight, norm.bias, norm.running_mean, norm.running_var) if one is not None]
-    if any(one.dtype != torch.float32 or one.device.type != "cpu" or not _is_plain(one) for one in fixed):
+            fixed += [one for one in tensors_of(norm) if one is not None]
+    if any(one.dtype != torch.float32 or not one.is_cpu for one in fixed) or not _are_plain(fixed):
         return "it takes norms of plain tensors in float32 on the CPU only"
-    tables = (table for table in (rel_column, rel_row) if table is not None)
+    tables = [table for table in (rel_column, rel_row) if table is not None]
     if is_differentiated(x, weight, *tables, *fixed):
         return "its whole modules have no gradient"
     return None
@@ -136,14 +136,12 @@ def _refuses_size(size: Sequence[int], widths: Sequence[int]) -> str | None:
     return None
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is what lies in its memory, and no more: no subclass, no tangent of forward-mode derivatives."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout == torch.strided
-        and not tensor.is_neg()
-        and unpack_dual(tensor).tangent is None
-    )
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors are what lies in their memory, and no more: no subclasses, no tangents of derivatives."""
+    for tensor in tensors:
+        if type(tensor) not in PLAIN or tensor.layout != torch.strided or tensor.is_neg():
+            return False
+    return not have_tangents(tensors)
 
 
 BACKEND = Backend("native", content_attention, positional_attention, refuses, attention_map)

@@ -144,6 +144,7 @@ def context_vectors(k: Tensor, v: Tensor) -> Tensor:
 def attend_as_module(
     x: Tensor,
     out: Tensor,
+    heads: int,
     columns: bool,
     weight: Tensor,
     along: Tensor | None,
@@ -156,7 +157,8 @@ def attend_as_module(
 
     Args:
         x: The map, (batch, channel, x, y), of any strides.
-        out: Where the output goes, (batch, x, y, head, v); the channels of a pixel lie side by side.
+        out: Where the output goes, (batch, channel, x, y); the channels of a pixel lie side by side.
+        heads: Number of heads.
         columns: Whether lines are columns, and rows lie across them; or the other way round.
         weight: Rows for queries, keys (if there is content attention) and values, each (head, channel), contiguous.
         along: Embeddings for attention along the lines, as `rel` of `attend`.
@@ -166,17 +168,17 @@ def attend_as_module(
         finish: A norm of the module's output, behind which comes a ReLU.
     """
     batch, channels, length, lines = x.shape
-    heads, value = out.shape[3:]
-    key = (len(weight) - heads * value) // (heads * (2 if content else 1))
+    dim_out = out.shape[1]
+    key = (weight.shape[0] - dim_out) // (heads * (2 if content else 1))
     image, channel, pixel, line = x.stride()
-    out_image, out_pixel, out_line = out.stride()[:3]
+    out_image, _, out_pixel, out_line = out.stride()
     if not columns:
         lines, length, line, pixel, out_line, out_pixel = length, lines, pixel, line, out_pixel, out_line
     arguments = Module(
         x.data_ptr(), image, line, pixel, channel,
         weight.data_ptr(), _pointer(along), _pointer(across), _norm(between), _norm(finish),
         out.data_ptr(), out_image, out_line, out_pixel,
-        content, batch, lines, length, channels, heads, key, value, torch.get_num_threads(),
+        content, batch, lines, length, channels, heads, key, dim_out // heads, torch.get_num_threads(),
     )  # fmt: skip
     library().attend_as_module(byref(arguments))
 
@@ -195,7 +197,10 @@ def _lines(tensor: Tensor, axis: Axis) -> Map:
 
 
 def _norm(norm: FixedNorm | None) -> NormArguments:
-    return NormArguments() if norm is None else NormArguments(*map(_pointer, norm[:4]), norm.epsilon, True)
+    if norm is None:
+        return NormArguments()
+    scale, shift, mean, variance, epsilon = norm
+    return NormArguments(_pointer(scale), _pointer(shift), _pointer(mean), _pointer(variance), epsilon, True)
 
 
 def _pointer(tensor: Tensor | None) -> Any:

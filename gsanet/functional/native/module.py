@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from gsanet.functional.attention import to_feature_map
 from gsanet.functional.backends import Norm
 from gsanet.functional.lean import fit_table
 from gsanet.functional.native import calls
@@ -28,33 +27,31 @@ def attention_map(
 ) -> Tensor:
     """As `gsanet.functional.global_self_attention_map`; the norm is one in evaluation, or its scale and shift."""
     batch, _, height, width = x.shape
-    dim_out = len(weight) - dim_key * (2 if content else 1)
-    column, row = (
-        None if rel is None else fit_table(rel, length, reach).contiguous()
-        for rel, length in ((rel_column, height), (rel_row, width))
-    )
+    dim_out = weight.shape[0] - dim_key * (2 if content else 1)
+    column = None if rel_column is None else _table_of_line(rel_column, height, reach)
+    row = None if rel_row is None else _table_of_line(rel_row, width, reach)
     # Lines are columns, and rows lie across them. A single axis is the one across: content attention comes with it.
     one_axis = column is None or row is None
     along, across = (None, column if row is None else row) if one_axis else (column, row)
     between = None if one_axis or norm is None else _fixed(norm)
     afterwards = None if finish is None or stride > 1 else _fixed(finish)
-    weight = weight.contiguous()
-
-    def attend(images: Tensor, target: Tensor) -> None:
-        columns = row is not None
-        calls.attend_as_module(images, target, columns, weight, along, across, content, between, afterwards)
-
-    out = x.new_empty(batch, -(-height // stride), -(-width // stride), num_heads, dim_out // num_heads)
+    operands = (num_heads, row is not None, weight.contiguous(), along, across, content, between, afterwards)
+    out = _empty_map(x, batch, dim_out, -(-height // stride), -(-width // stride))
     if stride == 1:
-        attend(x, out)
-        return to_feature_map(out)
+        calls.attend_as_module(x, out, *operands)
+        return out
     at_once = min(batch, max(1, PIECE // (height * width * dim_out)))
-    before_pooling = x.new_empty(at_once, height, width, *out.shape[3:])
+    before_pooling = _empty_map(x, at_once, dim_out, height, width)
     for images, target in zip(x.split(at_once), out.split(at_once), strict=True):
         attended = before_pooling[: len(images)]
-        attend(images, attended)
+        calls.attend_as_module(images, attended, *operands)
         _pool(attended, stride, finish, target)
-    return to_feature_map(out)
+    return out
+
+
+def tensors_of(norm: nn.BatchNorm2d) -> tuple[Tensor | None, ...]:
+    """Scale, shift, mean and variance, as `calls.FixedNorm` has them."""
+    return norm.weight, norm.bias, norm.running_mean, norm.running_var
 
 
 def _fixed(norm: Norm | Tensor) -> calls.FixedNorm:
@@ -62,17 +59,26 @@ def _fixed(norm: Norm | Tensor) -> calls.FixedNorm:
         scale, shift = norm.contiguous()
         return calls.FixedNorm(scale, shift)
     assert isinstance(norm, nn.BatchNorm2d)
-    scale, shift, mean, variance = (
-        None if one is None else one.contiguous()
-        for one in (norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    )
+    scale, shift, mean, variance = (None if one is None else one.contiguous() for one in tensors_of(norm))
     return calls.FixedNorm(scale, shift, mean, variance, norm.eps)
 
 
+def _table_of_line(rel: Tensor, length: int, reach: int | None) -> Tensor:
+    """As `fit_table`, contiguous; most tables are what a line needs already."""
+    fits = rel.shape[0] == 2 * length - 1 and (reach is None or reach >= length - 1)
+    return (rel if fits else fit_table(rel, length, reach)).contiguous()
+
+
+def _empty_map(like: Tensor, *shape: int) -> Tensor:
+    """Memory for a map (batch, channel, x, y), channels-last."""
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+
+
 def _pool(attended: Tensor, stride: int, finish: Tensor | None, out: Tensor) -> None:
-    """Average a map (batch, x, y, head, channel) into one that is smaller by the stride, and scale, shift and ReLU."""
-    pooled = average_pool(to_feature_map(attended), stride).permute(0, 2, 3, 1)
+    """Average a map (batch, channel, x, y) into one that is smaller by the stride, and scale, shift and ReLU."""
+    pooled = average_pool(attended, stride)
     if finish is None:
-        out.flatten(3).copy_(pooled)
+        out.copy_(pooled)
     else:
-        torch.addcmul(finish[1], pooled, finish[0], out=out.flatten(3)).relu_()
+        scale, shift = finish[:, :, None, None]
+        torch.addcmul(shift, pooled, scale, out=out).relu_()

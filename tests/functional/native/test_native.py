@@ -2,6 +2,8 @@
 
 import copy
 import ctypes
+import sys
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -239,6 +241,88 @@ def test_norms_between_the_axes(change):
     assert_close_to_double(module, torch.randn(2, 64, 5, 7))
 
 
+def with_longer_tables(module):
+    for name in ("rel_column", "rel_row"):
+        setattr(module, name, nn.Parameter(torch.randn(25, 8), requires_grad=False))
+
+
+def with_strided_tables(module):
+    for name in ("rel_column", "rel_row"):
+        table = getattr(module, name)
+        table.data = table.data.T.contiguous().T
+
+
+def with_reach(reach):
+    return lambda module: setattr(module, "reach", reach)
+
+
+@pytest.mark.parametrize("change", [
+    with_longer_tables, with_strided_tables, with_reach(2), with_reach(7), with_reach(99),
+])  # fmt: skip
+def test_tables_that_are_not_what_a_line_needs(change):
+    module = make_module(8, 6)
+    change(module)
+    assert_close_to_double(module, torch.randn(2, 64, 8, 6))
+    assert_close_to_double(module, torch.randn(2, 64, 5, 6))
+
+
+def test_tables_shorter_than_a_line():
+    module = make_module(4, 6, keep_reach=True)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # said once
+        assert_close_to_double(module, torch.randn(2, 64, 9, 6))
+
+
+def test_nothing_is_kept_from_one_call_to_the_next():
+    """Whatever way weights, norm or tables are changed."""
+    module, x = make_module(9, 7), torch.randn(2, 64, 9, 7)
+
+    def change(one):
+        one.data = torch.randn_like(one)
+
+    changes = [
+        lambda: module.qkv.weight.mul_(1.5),
+        lambda: module.rel_row.data.neg_(),
+        lambda: module.norm.running_mean.add_(1),
+        lambda: change(module.rel_column),
+        lambda: change(module.norm.weight),
+        lambda: setattr(module.norm, "eps", 1.0),
+        lambda: module.load_state_dict(make_module(9, 7).state_dict()),
+        lambda: setattr(module, "reach", 1),
+    ]
+    for number, step in enumerate(changes):
+        before = module(x)
+        step()
+        assert relative_error(module(x), before) > 1e-3, number
+        assert_close_to_double(module, x)
+
+
+def test_the_output_is_where_the_input_is():
+    """Whatever device and dtype are the default where nobody asks for one."""
+    module, x = make_module(9, 7), torch.randn(2, 64, 9, 7)
+    expected = module(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = module(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+
+
+def test_few_calls_around_the_kernel():
+    """Right after other work they are not in the cache, and each costs about two microseconds."""
+    module, x = make_module(9, 7), torch.randn(2, 64, 9, 7)
+    module(x)
+    events = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        module(x)
+    finally:
+        sys.setprofile(before)
+    assert sum(event in ("call", "c_call") for event in events) < 200
+
+
 def test_an_image_does_not_depend_on_others_nor_on_threads():
     """Not in a bit."""
     module, x = make_module(9, 7), torch.randn(17, 64, 9, 7)
@@ -346,6 +430,25 @@ def compiled_call(q, k, v):
     assert relative_error(compiled(q, k, v), content_attention(q, k, v)) < ROUNDING
 
 
+def test_a_module_with_tangents_is_no_work_for_a_kernel():
+    """Of the map, of weights and of the norm; where there may be some but are none, it is."""
+    module = make_module(6, 5)
+    x, weight = torch.randn(2, 64, 6, 5), module.qkv.weight.flatten(1)
+    settings = {"num_heads": 8, "dim_key": 64, "content": True, "reach": None, "stride": 1}
+
+    def explain(x=x, weight=weight, column=module.rel_column, row=module.rel_row, norm=module.norm):
+        return explain_backend("global_self_attention_map", x, weight, column, row, norm, **settings)
+
+    with forward_ad.dual_level():
+        assert explain() == "native: in one call"
+        given = {"x": x, "weight": weight, "column": module.rel_column, "row": module.rel_row}
+        for name, one in given.items():
+            assert "plain tensors" in explain(**{name: forward_ad.make_dual(one, torch.ones_like(one))}), name
+        statistics = module.norm.running_var
+        module.norm.running_var = forward_ad.make_dual(statistics, torch.ones_like(statistics))
+        assert "norms of plain tensors" in explain()
+
+
 @pytest.mark.parametrize("call", [fake_call, dual_call, compiled_call])
 def test_what_watches_tensors_sees_operators(call):
     call(*maps((1, 4, 5, 2), 8, 8, torch.float32))
@@ -378,9 +481,22 @@ def test_refusals():
     assert "not with BatchNorm2d as it is" in module_reason(nn.BatchNorm2d(64))
     assert "not with GroupNorm as it is" in module_reason(nn.GroupNorm(2, 64))
     assert "for 32 channels" in module_reason(nn.BatchNorm2d(32).eval())
-    assert "norms of plain tensors in float32" in module_reason(nn.BatchNorm2d(64).eval().double())
+    for change in (torch.float64, "meta"):
+        assert "norms of plain tensors in float32 on the CPU" in module_reason(nn.BatchNorm2d(64).eval().to(change))
     module.norm.register_forward_hook(lambda *_: None)
     assert "hooks" in module_reason(module.norm)
+
+
+@pytest.mark.parametrize("name", ["rel_column", "rel_row"])
+def test_tables_of_another_kind(name):
+    module, x = make_module(6, 5), torch.randn(2, 64, 6, 5)
+    table = getattr(module, name)
+    table.data = table.data.double()
+    with pytest.raises(TypeError, match=rf"same dtype, got x torch.float32, .*{name} torch.float64"):
+        module(x)
+    table.data = table.data.float()[1:]
+    with pytest.raises(ValueError, match=rf"{name} must have shape \(2 \* length - 1, 8\)"):
+        module(x[:, :, :5, :4])
 
 
 def test_empty_batches():
