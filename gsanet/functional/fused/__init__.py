@@ -2,9 +2,10 @@
 
 Nothing of the size of the scores is ever stored. `layer_ops` holds the operators of the two layers, `module_ops` and
 `axis_ops` those of whole modules, with both positional axes and with one, `projection` what these share, `fitting`
-which shapes the kernels take. `calls` has one function for each kernel, `plan` how shapes are cut into blocks,
-`compiler` the way from source to launch, `kernels` the source. Around attention, `norms` and `norm_ops` are the batch
-norms in training, `expansion` the ends of residual blocks, `pointwise` and `block_ops` these blocks in inference.
+which shapes the kernels take and `widths` how heads come to the widths of whole modules. `calls` has one function for
+each kernel, `plan` how shapes are cut into blocks, `compiler` the way from source to launch, `kernels` the source.
+Around attention, `norms` and `norm_ops` are the batch norms in training, `expansion` the ends of residual blocks,
+`pointwise` and `block_ops` these blocks in inference.
 """
 
 import torch
@@ -14,6 +15,7 @@ from gsanet.functional.backends import Axis, Backend, Norm, Operation, is_differ
 from gsanet.functional.fused import available, axis_ops, fitting, layer_ops, module_ops
 from gsanet.functional.fused.norms import applied_in_evaluation, centre_of, in_float32, keep_statistics
 from gsanet.functional.fused.plan import LONGEST, SCALARS, WIDTHS
+from gsanet.functional.fused.widths import narrow, widen, widened
 from gsanet.functional.lean import fit_table
 from gsanet.functional.transforms import is_transformed
 
@@ -59,15 +61,35 @@ def attention_map(
     for tensor in (norm.weight, norm.running_mean):
         if tensor is not None and tensor.device != x.device:
             raise TypeError(f"the norm must be on the input's device, {x.device}, but it is on {tensor.device}")
-    norm_weight, norm_bias = in_float32(norm)
+    return _with_batch_norm(x, weight, rel_column, rel_row, norm, num_heads, dim_key, content, stride)
+
+
+def _with_batch_norm(
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor,
+    rel_row: Tensor,
+    norm: nn.BatchNorm2d,
+    heads: int,
+    dim_key: int,
+    content: bool,
+    stride: int,
+) -> Tensor:
+    """A module with both axes and the norm between them, of tables for exactly these lines."""
+    key, value = dim_key // heads, norm.num_features // heads
+    parts = weight.split((*(dim_key,) * (2 if content else 1), norm.num_features))
+    if widened(key) != key or widened(value) != value:
+        weight = torch.cat([widen(part, heads) for part in parts])
+    norms = (*in_float32(norm), centre_of(norm, x))
     from_batch = norm.training or norm.running_mean is None
-    applied = None if from_batch else applied_in_evaluation(norm)
+    applied = None if from_batch else widen(applied_in_evaluation(norm), heads, 1)
     out, _, used, *_ = module_ops.attention_map(
-        x, weight, rel_column, rel_row, norm_weight, norm_bias, centre_of(norm, x), applied,
-        num_heads, dim_key, content, stride, norm.eps,
+        x, weight, widen(rel_column, 1, 1), widen(rel_row, 1, 1),
+        *(None if one is None else widen(one, heads) for one in norms), applied,
+        heads, heads * widened(key), content, stride, norm.eps,
     )  # fmt: skip
-    keep_statistics(norm, used, x)
-    return out
+    keep_statistics(norm, narrow(used, heads, value), x)
+    return narrow(out.permute(0, 2, 3, 1), heads, value).permute(0, 3, 1, 2)
 
 
 def refuses(operation: Operation, *tensors: Tensor, **settings: object) -> str | None:
@@ -132,11 +154,15 @@ def _refuses_map(
         return f"the norm is for {norm.num_features} channels, not {dim_value}"
     if norm._forward_hooks or norm._forward_pre_hooks:
         return "the norm has hooks, which a kernel would pass by"
-    if dim_key % (8 * num_heads) or dim_value % (8 * num_heads) or max(dim_key, dim_value) > 1024:
-        return f"its kernel of the whole module takes heads of a multiple of 8 channels, not {dim_key // num_heads}"
+    widths = shape[3:]
+    wide = [widened(one) for one in widths]
+    if min(widths) < WIDTHS[0] or num_heads * max(wide) > 1024:
+        return f"its kernel of the whole module takes heads of {WIDTHS[0]} channels and more, in all up to 1024"
+    if norm.eps == 0 and tuple(wide) != widths:
+        return "heads whose channels are no multiple of 8 get zeros, which a norm with eps=0 cannot divide"
     if x.shape[0] == 0 or x.shape[0] * height * width < 2:
         return "there is nothing to normalise"
-    if not fitting.fits_module(x, shape, stride):
+    if not fitting.fits_module(x, (height, width, num_heads, wide[0], wide[1]), stride):
         return f"a line of a map of {height} x {width} pixels does not fit into the memory or registers of its kernels"
     return None
 

@@ -397,6 +397,10 @@ def check_module(kernels, module, dtype, batch, size, *, memory_format=torch.cha
         (BF16, 1, 128, (14, 28), {"stride": 2}),
         (FLOAT, 2, 64, (8, 6), {"reach": 3}),
         (BF16, 1, 64, (3, 64), {}),
+        (BF16, 2, 72, (8, 6), {}),  # heads of 9 channels, as in M-ResNet-50
+        (FLOAT, 2, 36, (7, 5), {"num_heads": 4, "content": False}),
+        (BF16, 2, 40, (6, 10), {"num_heads": 4, "dim_key": 48, "dim_out": 40, "stride": 2}),  # 12 and 10
+        (FLOAT, 1, 24, (5, 4), {"num_heads": 2, "dim_key": 16, "dim_out": 36, "reach": 2}),  # 8 and 18
     ],
     ids=str,
 )
@@ -409,9 +413,10 @@ def test_module_in_training(kernels, dtype, batch, dim, size, options):
 @pytest.mark.parametrize("dtype", [FLOAT, BF16])
 @pytest.mark.parametrize("options", [{}, {"stride": 2}, {"content": False}], ids=str)
 def test_module_in_evaluation(kernels, dtype, options):
-    found = check_module(kernels, make_module(dtype, 64, (8, 6), **options).eval(), dtype, 2, (8, 6))
-    assert "norm_statistics" not in kernels.entries
-    assert found["norm.num_batches_tracked"] == 3
+    for dim in (64, 72):
+        found = check_module(kernels, make_module(dtype, dim, (8, 6), **options).eval(), dtype, 2, (8, 6))
+        assert "norm_statistics" not in kernels.entries
+        assert found["norm.num_batches_tracked"] == 3
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -705,15 +710,15 @@ def count_operator(graph, name):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("stride", [1, 2])
-def test_compiled(kernels, training, stride):
-    module = make_module(FLOAT, 64, (8, 6), stride=stride).to(kernels.device).train(training)
+@pytest.mark.parametrize(("dim", "stride"), [(64, 1), (64, 2), (72, 1)])
+def test_compiled(kernels, training, dim, stride):
+    module = make_module(FLOAT, dim, (8, 6), stride=stride).to(kernels.device).train(training)
     compiled_module = copy.deepcopy(module)
     with counting_compilations() as (graphs, backend), kernels.running(poison=False):
         compiled = torch.compile(compiled_module, fullgraph=True, backend=backend)
         for seed in range(3):
-            x = normal(2, 64, 8, 6, dtype=FLOAT, seed=seed).to(kernels.device, memory_format=torch.channels_last)
-            d_out = normal(2, 64, 8 // stride, 6 // stride, dtype=FLOAT, seed=9).to(kernels.device)
+            x = normal(2, dim, 8, 6, dtype=FLOAT, seed=seed).to(kernels.device, memory_format=torch.channels_last)
+            d_out = normal(2, dim, 8 // stride, 6 // stride, dtype=FLOAT, seed=9).to(kernels.device)
             usual = step(module, x, d_out)
             x.requires_grad_()
             compiled_module.zero_grad()
@@ -962,8 +967,9 @@ def modules_of(*names, **options):
 
 @pytest.mark.parametrize("dtype", [FLOAT, BF16])
 def test_all_modules_of_the_networks_on_gpu(gpu, dtype):
-    found = modules_of("gsa_resnet38", "gsa_resnet50") + modules_of("gsa_resnet38", img_size=64, stem="7x7/2")
-    assert len(found) >= 12
+    found = modules_of("gsa_resnet38", "gsa_resnet50", "gsa_m_resnet50")
+    found += modules_of("gsa_resnet38", img_size=64, stem="7x7/2")
+    assert len(found) >= 19
     for dim, size, stride, options in found:
         module = make_module(dtype, dim, size, stride=stride, **options).train()
         explanation = explain_module(module, torch.empty(2, dim, *size, dtype=dtype, device="cuda"))
@@ -1303,7 +1309,8 @@ def test_the_kernels_are_the_first_choice(as_on_gpu):
     assert explain_map(64, (8, 6), stride=2) == "fused: in one call"
     for options in (COLUMN, ROW, COLUMN | ALONE, ROW | ALONE, CONTENT):
         assert explain_map(64, (8, 6), **options) == "fused: in one call"
-    assert explain_map(72, (8, 6), row=False) == "fused: in one call"  # heads of 9 channels
+    for options in ({}, {"row": False}):
+        assert explain_map(72, (8, 6), **options) == "fused: in one call"  # heads of 9 channels
     for options in ({}, COLUMN, ROW, {"stride": 2}):
         assert explain_map(64, (80, 320), **options) == "fused: in one call"
     assert explain_map(512, (8, 56), stride=2) == "fused: in one call"  # heads of 64 channels, in pieces
@@ -1339,7 +1346,9 @@ def test_the_kernels_are_the_first_choice(as_on_gpu):
         (lambda: explain_map(64, (321, 6), row=False), "maps of up to 320 x 320 pixels, not 321 x 6"),
         (lambda: explain_map(64, (8, 6), column=False, batch=0), "the map is empty"),
         (lambda: explain_map(1024, (6, 320), column=False), "map of 6 x 320 pixels with heads this wide does not fit"),
-        (lambda: explain_map(72, (8, 6)), "a multiple of 8 channels, not 9"),
+        (lambda: explain_map(24, (8, 6)), "heads of 4 channels and more, in all up to 1024"),
+        (lambda: explain_map(1032, (8, 6)), "heads of 4 channels and more, in all up to 1024"),
+        (lambda: explain_map(72, (8, 6), norm_layer=without_eps), "which a norm with eps=0 cannot divide"),
         (lambda: explain_map(1024, (8, 320), dtype=FLOAT), "map of 8 x 320 pixels does not fit"),
         (lambda: explain_map(64, (8, 6), batch=0), "nothing to normalise"),
         (lambda: explain_map(64, (8, 6), prepare=another_norm), "the norm is for 63 channels, not 64"),
@@ -1355,6 +1364,10 @@ def test_why_the_kernels_refuse(as_on_gpu, explain, words):
         assert explained.startswith(tuple(f"{backend}: fused refuses: " for backend in another))
         assert words in explained
         assert "\n" not in explained
+
+
+def without_eps(dim, **factory):
+    return nn.BatchNorm2d(dim, eps=0.0, **factory)
 
 
 class NormOfLayer(nn.GroupNorm):
