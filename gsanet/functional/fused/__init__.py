@@ -77,8 +77,8 @@ def _with_batch_norm(
 ) -> Tensor:
     """A module with both axes and the norm between them, of tables for exactly these lines."""
     key, value = dim_key // heads, norm.num_features // heads
-    parts = weight.split((*(dim_key,) * (2 if content else 1), norm.num_features))
-    if widened(key) != key or widened(value) != value:
+    if (widened(key), widened(value)) != (key, value):
+        parts = weight.split((*(dim_key,) * (2 if content else 1), norm.num_features))
         weight = torch.cat([widen(part, heads) for part in parts])
     norms = (*in_float32(norm), centre_of(norm, x))
     from_batch = norm.training or norm.running_mean is None
@@ -88,8 +88,11 @@ def _with_batch_norm(
         *(None if one is None else widen(one, heads) for one in norms), applied,
         heads, heads * widened(key), content, stride, norm.eps,
     )  # fmt: skip
-    keep_statistics(norm, narrow(used, heads, value), x)
-    return narrow(out.permute(0, 2, 3, 1), heads, value).permute(0, 3, 1, 2)
+    if widened(value) != value:
+        used = narrow(used, heads, value)
+        out = narrow(out.permute(0, 2, 3, 1), heads, value).permute(0, 3, 1, 2)
+    keep_statistics(norm, used, x)
+    return out
 
 
 def refuses(operation: Operation, *tensors: Tensor, **settings: object) -> str | None:

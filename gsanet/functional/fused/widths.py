@@ -26,7 +26,5 @@ def widen(x: Tensor, heads: int, dim: int = 0) -> Tensor:
 
 
 def narrow(x: Tensor, heads: int, width: int) -> Tensor:
-    """Of the channels of heads that were widened, the last dimension, those of the given width; x if these are all."""
-    if widened(width) == width:
-        return x
+    """Of the channels of heads that were widened, the last dimension, those that were there before."""
     return x.unflatten(-1, (heads, -1))[..., :width].flatten(-2)
