@@ -12,7 +12,7 @@ from functools import partial
 from unittest import mock
 
 import torch
-from cuts import print_cuts, time_cuts, worth_trying
+from cuts import print_cuts, print_usual, time_cuts, worth_trying
 from projections import difference
 from torch import Tensor
 
@@ -162,12 +162,8 @@ def compare(pixels: int, first: int, second: int, columns: int, relu: bool, ever
     cuts = worth_trying(planned, TRIED[key], every)
     runs = {cut: partial(by_kernel, operands, relu, key, cut) for cut in cuts}
     before, times = time_cuts(usual, runs)
-    total = sum(before.values())
-    print(
-        f"{pixels} pixels, {first} and {second} to {columns} channels{', ReLU' * relu}: {total:.0f} us by PyTorch, "
-        + ", ".join(f"{name} {time:.0f}" for name, time in before.items())
-        + f"; bytes {2 * (pixels * columns + sum(one.numel() for one in maps.values())) / 4.2e6:.0f}"
-    )
+    what = f"{pixels} pixels, {first} and {second} to {columns} channels{', ReLU' * relu}"
+    total = print_usual(what, before, 2 * (pixels * columns + sum(one.numel() for one in maps.values())))
     print_cuts(times, total, planned)
     few = slice(0, 2**16)  # of the pixels
     expected = in_float64(**operands | {name: one[few] for name, one in maps.items()}, relu=relu)

@@ -27,6 +27,20 @@ def time_cuts(
     return before, {names[name]: 1e3 * time for name, time in times.items()}
 
 
+def print_usual(what: str, usual: Mapping[str, float], moved: float) -> float:
+    """A line about all that PyTorch does, one after the other, in microseconds; gives the sum.
+
+    Args:
+        what: The shape, in words.
+        usual: As from `time_cuts`.
+        moved: Bytes that one kernel reads and writes.
+    """
+    total = sum(usual.values())
+    steps = ", ".join(f"{name} {time:.0f}" for name, time in usual.items())
+    print(f"{what}: {total:.0f} us by PyTorch, {steps}; bytes {moved / 4.2e6:.0f}")
+    return total
+
+
 def print_cuts(times: Mapping[Cut, float], usual: float, planned: Cut | None) -> None:
     """A line for each cut, the fastest first; times in microseconds."""
     for cut, time in sorted(times.items(), key=lambda item: item[1]):

@@ -207,13 +207,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("compiled blocks are compared on a GPU")
-    batch = options.batch or (512 if options.img_size <= 64 else 256)
-    setting = Setting("cuda", torch.bfloat16, batch, options.seconds, True, img_size=options.img_size)
+    of_networks = options.batch or (512 if options.img_size <= 64 else 256)
+    setting = Setting("cuda", torch.bfloat16, of_networks, options.seconds, True, img_size=options.img_size)
     print(", ".join(f"{name} {value}" for name, value in environment("cuda").items()))
     of_ends = [side for side in options.sides if not SIDES[side].entries]
     for shape in ENDS if "ends" in options.parts and of_ends else ():
-        images_at_once, size, channels_in, channels = shape
-        what = f"{size}x{size}, {channels_in} to {channels} channels, batch {images_at_once}"
+        batch, size, channels_in, channels = shape
+        what = f"{size}x{size}, {channels_in} to {channels} channels, batch {batch}"
         compare(what, partial(EndStep, shape, setting), "d_weight", setting, of_ends)
     for group in GROUPS if "blocks" in options.parts else ():
         what = f"two blocks at {group[1]}x{group[1]}, batch {group[0]}"

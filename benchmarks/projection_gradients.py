@@ -10,7 +10,7 @@ from functools import partial
 from unittest import mock
 
 import torch
-from cuts import print_cuts, time_cuts, worth_trying
+from cuts import print_cuts, print_usual, time_cuts, worth_trying
 from projections import difference
 from torch import Tensor
 
@@ -70,12 +70,8 @@ def compare(pixels: int, every: bool, device: str = "cuda") -> None:
     planned = MAPPED.get((CHANNELS, ROWS))
     runs = {cut: partial(by_kernel, d_out, x, weight, cut) for cut in worth_trying(planned, TRIED, every)}
     usual, times = time_cuts({"of x": lambda: d_out @ weight, "of the weight": lambda: d_out.T @ x}, runs)
-    total = sum(usual.values())
-    print(
-        f"{pixels} pixels, {CHANNELS} to {ROWS} channels: {total:.0f} us by PyTorch, "
-        + ", ".join(f"{name} {time:.0f}" for name, time in usual.items())
-        + f"; bytes {2 * pixels * (ROWS + 2 * CHANNELS) / 4.2e6:.0f}"
-    )
+    what = f"{pixels} pixels, {CHANNELS} to {ROWS} channels"
+    total = print_usual(what, usual, 2 * pixels * (ROWS + 2 * CHANNELS))
     print_cuts(times, total, planned)
     few = slice(0, 2**16)  # of the pixels
     pieces = zip(d_out.split(2**16), x.split(2**16), strict=True)

@@ -146,19 +146,19 @@ def _draw_setting(setting: Setting, networks: list[list[Run]], file: Path) -> No
     figure = Figure(figsize=(13, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     plots: Any = figure.subplots(1, 3, sharey=True)
-    accuracy = {id(runs): statistics.fmean(run.top1 for run in runs) for runs in networks}
-    lowest = lowest_shown(list(accuracy.values()))
+    means = [statistics.fmean(run.top1 for run in runs) for runs in networks]
+    lowest = lowest_shown(means)
     with_names = []
     for plot, (heading, value) in zip(plots, _MEASURED.items(), strict=True):
         named: list[Point] = []
         below: list[Point] = []
-        for runs in networks:
+        for runs, mean in zip(networks, means, strict=True):
             values = [value(run) for run in runs if value(run)]
             if not values:
                 continue
-            point = (_name_of(runs[0].network), statistics.fmean(values), accuracy[id(runs)])
-            (named if point[2] >= lowest else below).append(point)
-            if len(runs) > 1 and point[2] >= lowest:  # from the worst to the best seed
+            point = (_name_of(runs[0].network), statistics.fmean(values), mean)
+            (named if mean >= lowest else below).append(point)
+            if len(runs) > 1 and mean >= lowest:  # from the worst to the best seed
                 top1 = [run.top1 for run in runs]
                 bars = {"color": colour_of(runs[0].model), "linewidth": 5, "alpha": 0.35, "zorder": 1}
                 plot.vlines(point[1], min(top1), max(top1), **bars)

@@ -1,18 +1,20 @@
 """Heads of any width, for kernels of whole modules, which move eight channels at a time: they get zeros behind them.
 
 Zeros of q meet what they may, and add nothing; those of v are zeros in the output too, also behind a batch norm, whose
-scale and shift are zero there. So nothing else changes, and neither do the gradients of what was there before.
+bias is zero there. So nothing else changes, and neither do the gradients of what was there before.
 """
 
 import torch.nn.functional as F
 from torch import Tensor
+
+from gsanet.functional.fused.plan.shape import round_up
 
 STEP = 8
 
 
 def widened(width: int) -> int:
     """Channels of a head with those that are zeros."""
-    return -(-width // STEP) * STEP
+    return round_up(width, STEP)
 
 
 def widen(x: Tensor, heads: int, dim: int = 0) -> Tensor:

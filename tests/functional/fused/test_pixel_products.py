@@ -39,6 +39,13 @@ def make_maps(key, pixels, dtype=BF16):
     return (x, x) if same else (x, whole_numbers(pixels, rows, dtype, seed=1))
 
 
+def inside(kernels, numbers):
+    """57 pixels as a part of a wider map, with what is not a number on all sides."""
+    wide = torch.full((70, numbers.shape[1] + 24), torch.nan, dtype=BF16)
+    wide[5:62, 8:-16] = numbers
+    return wide.to(kernels.device)[5:62, 8:-16]
+
+
 def check_exact(kernels, x, y):
     """Against whole numbers; in other orders too."""
     expected = [(y.double().T @ x.double()).float(), y.double().sum(0).float()]
@@ -103,17 +110,10 @@ def test_random_maps(kernels, small_cut):
 
 
 def test_nothing_around_the_maps_counts(kernels, small_cut):
-    """Parts of wider maps, with what is not a number on all sides."""
-
-    def inside(numbers):
-        wide = torch.full((70, numbers.shape[1] + 24), torch.nan, dtype=BF16)
-        wide[5:62, 8:-16] = numbers
-        return wide.to(kernels.device)[5:62, 8:-16]
-
     x, y = make_maps(small_cut, 57)
     with kernels.running():
-        x_inside = inside(x)
-        found = calls.pixel_products(x_inside, x_inside if x is y else inside(y))
+        x_inside = inside(kernels, x)
+        found = calls.pixel_products(x_inside, x_inside if x is y else inside(kernels, y))
     expected = [(y.double().T @ x.double()).float(), y.double().sum(0).float()]
     assert same_bits([one.cpu() for one in found], expected)
 
@@ -223,17 +223,10 @@ def test_gradients_in_half_precision(kernels, monkeypatch):
 
 
 def test_gradients_of_parts_of_wider_maps(kernels, small_map):
-    """With what is not a number on all sides."""
-
-    def inside(numbers):
-        wide = torch.full((70, numbers.shape[1] + 24), torch.nan, dtype=BF16)
-        wide[5:62, 8:-16] = numbers
-        return wide.to(kernels.device)[5:62, 8:-16]
-
     d_out, x, weight = make_convolution(small_map, 57)
     with kernels.running():
         usual = calls.pointwise_gradients(*(one.to(kernels.device) for one in (d_out, x, weight)))
-        found = calls.pointwise_gradients(inside(d_out), inside(x), weight.to(kernels.device))
+        found = calls.pointwise_gradients(inside(kernels, d_out), inside(kernels, x), weight.to(kernels.device))
     assert same_bits(found, usual)
 
 
