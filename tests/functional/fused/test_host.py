@@ -58,6 +58,15 @@ def test_load_matrices(order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_shuffle(order):
+    generator = np.random.default_rng(2)
+    words, lanes = (generator.integers(0, most, 32, dtype=np.int32) for most in (2**31 - 1, 32))
+    shuffled = torch.zeros(32, dtype=torch.int32)
+    run("intrinsics.cu", "shuffles", 1, 32, 0, torch.from_numpy(words), torch.from_numpy(lanes), shuffled, order=order)
+    assert np.array_equal(shuffled.numpy(), words[lanes])
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_turn_matrix(order):
     matrix = np.random.default_rng(1).integers(0, 2**16, (8, 8)).astype(np.uint16)
     turned = torch.zeros(32, dtype=torch.int32)

@@ -40,6 +40,7 @@ DEVICE void take_turn() {
 DEVICE void block_barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+DEVICE Word shuffle(Word word, int lane) { return __shfl_sync(0xffffffffu, word, lane); }  // that lane's word
 DEVICE Word float_bits(float value) { return __float_as_uint(value); }
 DEVICE float bits_float(Word bits) { return __uint_as_float(bits); }
 DEVICE float square_root(float value) { return sqrtf(value); }

@@ -25,9 +25,10 @@ inline void turn(Warp& warp) {
     warp.results[l][0] = element(l % 4 * 2, l / 4) | element(l % 4 * 2 + 1, l / 4) << 16;
 }
 
+// Each lane's second word is the lane whose first word it gets; its own if there is no such lane.
 inline void shuffle(Warp& warp) {
   for (int l = 0; l < LANES; ++l) {
-    const Word other = l ^ warp.words[l][1];
+    const Word other = warp.words[l][1];
     warp.results[l][0] = warp.words[other < LANES ? other : l][0];
   }
 }

@@ -45,6 +45,7 @@ DEVICE void take_turn() { ++host::machine.turns; }  // the host runs one kernel 
 void block_barrier(HOST_SITE);
 void warp_barrier(HOST_SITE);
 float shuffle_xor(float value, int mask, HOST_SITE);
+Word shuffle(Word word, int lane, HOST_SITE);  // that lane's word
 
 DEVICE float square_root(float value) { return __builtin_sqrtf(value); }
 DEVICE float multiply_then_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }  // rounded once

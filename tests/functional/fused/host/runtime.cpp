@@ -69,13 +69,19 @@ void warp_barrier(const char* file, int line) {
   host::meet({"warp_barrier", file, line}, [](host::Warp& warp) { ++warp.phase; });
 }
 
-float shuffle_xor(float value, int mask, const char* file, int line) {
+static Word shuffle_words(const char* name, Word word, int from, const char* file, int line) {
   host::Thread& lane = host::current();
   host::Warp& warp = *lane.warp;
-  warp.words[lane.lane][0] = float_bits(value);
-  warp.words[lane.lane][1] = mask;
-  host::meet({"shuffle_xor", file, line}, host::shuffle);
-  return bits_float(warp.results[lane.lane][0]);
+  warp.words[lane.lane][0] = word;
+  warp.words[lane.lane][1] = from;
+  host::meet({name, file, line}, host::shuffle);
+  return warp.results[lane.lane][0];
+}
+
+Word shuffle(Word word, int lane, const char* file, int line) { return shuffle_words("shuffle", word, lane, file, line); }
+
+float shuffle_xor(float value, int mask, const char* file, int line) {
+  return bits_float(shuffle_words("shuffle_xor", float_bits(value), lane_index() ^ mask, file, line));
 }
 
 Word turn_matrix(Word word, const char* file, int line) {

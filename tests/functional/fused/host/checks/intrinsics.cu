@@ -33,6 +33,15 @@ struct TurnArguments {
   Word* turned;
 };
 
+struct ShuffleArguments {
+  const Word *words, *lanes;  // 32 each
+  Word* shuffled;
+};
+
+KERNEL(32, 1) shuffles(ShuffleArguments arguments) {
+  arguments.shuffled[lane_index()] = shuffle(arguments.words[lane_index()], arguments.lanes[lane_index()]);
+}
+
 KERNEL(32, 1) turns(TurnArguments arguments) { arguments.turned[lane_index()] = turn_matrix(arguments.words[lane_index()]); }
 
 struct ProductArguments {
