@@ -152,8 +152,7 @@ DEVICE void add_content(float (&sums)[VALUE_TILES][4], QueryTile queries, int pa
 }
 
 // Stores the output of 16 places of a pair from x on where its queries were; of two pixels together it is the mean.
-DEVICE void store_pair(float (&sums)[VALUE_TILES][4], QueryTile queries, int pair, int x) {
-  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+DEVICE void store_pair(float (&sums)[VALUE_TILES][4], QueryTile queries, int pair, int x, int row, int column) {
 #pragma unroll
   for (int tile = 0; tile < VALUE_TILES; ++tile) {
     const int channel = tile * 8 + column;
@@ -171,6 +170,7 @@ DEVICE void store_pair(float (&sums)[VALUE_TILES][4], QueryTile queries, int pai
 // content attention, which is added first.
 DEVICE void store_output(Sums& sums, QueryTile queries, int x, const Lines& lines, const Arguments& arguments,
                          const Context (&contexts)[OWN_PAIRS]) {
+  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
 #pragma unroll
   for (int own = 0; own < OWN_PAIRS; ++own) {
     const int pair = warp_index() + own * WARPS;
@@ -179,7 +179,7 @@ DEVICE void store_output(Sums& sums, QueryTile queries, int x, const Lines& line
       if constexpr (!FOLDED) add_content(sums[own], queries, pair, x, lines, arguments, contexts[own]);
       warp_barrier();
     }
-    store_pair(sums[own], queries, pair, x);
+    store_pair(sums[own], queries, pair, x, row, column);
   }
 }
 
@@ -295,7 +295,7 @@ DEVICE void attend_in_registers(QueryTile queries, ValueTile values, const Pair&
       add_content(sums, query[step], step, CONTEXT_IN_REGISTERS ? pair.context : loaded);
   }
   warp_barrier();
-  store_pair(sums, queries, pair.number, X0);
+  store_pair(sums, queries, pair.number, X0, lane_index() / 4, lane_index() % 4 * 2);
   if constexpr (X0 + 16 < LENGTH) attend_in_registers<X0 + 16>(queries, values, pair, table, skew, lines, arguments);
 }
 

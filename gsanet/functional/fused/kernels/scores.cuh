@@ -48,7 +48,7 @@ DEVICE T* scores_of(T* scores, int slot, int pair) { return scores + slot * SCOR
 DEVICE void copy_table(T* table, const T* rel) {
   for (int i = thread_index(); i < TABLE_SIZE; i += THREADS) {
     const int row = i / TABLE_STRIDE - (MIDDLE - (LENGTH - 1)), channel = i % TABLE_STRIDE;
-    table[i] = (MIDDLE == LENGTH - 1 || row >= 0) && row < TABLE_ROWS && channel < KEY ? rel[row * KEY + channel] : T{};
+    table[i] = (!(BUNDLED || IN_REGISTERS) || row >= 0) && row < TABLE_ROWS && channel < KEY ? rel[row * KEY + channel] : T{};
   }
 }
 
