@@ -1,4 +1,4 @@
-"""Attention along lines with scores in registers, `kernels/skewed_scores.cuh`: a warp has a whole pair of a line and a head.
+"""Attention along lines with scores in registers, a pair of a line and a head by one warp: `kernels/skewed_scores.cuh`.
 
 No layer is planned so by default. Here all are, and `registers` says how they are cut: (pairs, warps, blocks).
 """

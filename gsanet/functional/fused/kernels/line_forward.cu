@@ -78,12 +78,6 @@ DEVICE int pixel_in_row(int x, int row, int part) {
   return 2 * place + ((FOLDED ? row / 8 : part) ^ (place / 4 % 2));
 }
 
-// Adds a step of q times the context vectors.
-DEVICE void add_content(float (&sums)[VALUE_TILES][4], const Left<T, QUERY_DEPTH>& query, int step, const Context& context) {
-#pragma unroll
-  for (int tile = 0; tile < VALUE_TILES; ++tile) multiply(sums[tile], query, context.right[step][tile]);
-}
-
 // Adds q times the context vectors of a pair's image and head, for 16 places from x on.
 DEVICE void add_content(float (&sums)[VALUE_TILES][4], QueryTile queries, int pair, int x, const Context& context) {
 #pragma unroll
@@ -92,7 +86,8 @@ DEVICE void add_content(float (&sums)[VALUE_TILES][4], QueryTile queries, int pa
     for (int step = 0; step < QUERY_STEPS; ++step) {
       const auto query = load_left<T, QUERY_DEPTH>(
           [&](int row) { return queries.of_pair(pair, pixel_in_row(x, row, part)) + step * QUERY_DEPTH; });
-      add_content(sums, query, step, context);
+#pragma unroll
+      for (int tile = 0; tile < VALUE_TILES; ++tile) multiply(sums[tile], query, context.right[step][tile]);
     }
 }
 
@@ -287,13 +282,7 @@ DEVICE void attend_in_registers(QueryTile queries, ValueTile values, const Pair&
     load_values(loaded, values, pair.number, 0);
     add_positional(sums, loaded, 0, score);
   }
-  if constexpr (CONTENT) {
-    Context loaded;
-    if constexpr (!CONTEXT_IN_REGISTERS) load_context(loaded, pair.number, lines, arguments);
-#pragma unroll
-    for (int step = 0; step < QUERY_STEPS; ++step)
-      add_content(sums, query[step], step, CONTEXT_IN_REGISTERS ? pair.context : loaded);
-  }
+  if constexpr (CONTENT) add_content(sums, queries, pair.number, X0, lines, arguments, pair.context);
   warp_barrier();
   store_pair(sums, queries, pair.number, X0, lane_index() / 4, lane_index() % 4 * 2);
   if constexpr (X0 + 16 < LENGTH) attend_in_registers<X0 + 16>(queries, values, pair, table, skew, lines, arguments);

@@ -12,8 +12,8 @@ from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine, Shape, 
 BAND = 64  # pixels of a line whose scores are held at a time
 LONGEST = 320  # pixels of a line
 SHORT = 16  # pixels of a line up to which more and smaller blocks are faster
-# (length, key, value): (pairs of a block, warps, blocks on a multiprocessor) of the layers whose scores stay in registers
-# (`kernels/skewed_scores.cuh`), in 16-bit scalars. None yet: nobody has timed them, which `benchmarks/plans.py --registers` does.
+# (length, key, value): (pairs of a block, warps, blocks on a multiprocessor) of the layers whose scores stay in
+# registers (`kernels/skewed_scores.cuh`), in 16 bits. None yet: `benchmarks/plans.py --registers` times them.
 FORWARD_IN_REGISTERS: dict[tuple[int, int, int], tuple[int, int, int]] = {}
 SHORT_PIECE = 32  # pixels of a piece of a line below which what comes with each pair of pieces outweighs its products
 
