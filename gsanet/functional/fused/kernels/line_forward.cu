@@ -1,10 +1,11 @@
-// Positional attention along one axis, forward: Y = S V with S = Q R^T, one x at a time (scores.cuh).
+// Positional attention along one axis, forward: Y = S V with S = Q R^T, one x at a time (scores.cuh), or one pair of a line and
+// a head at a time, by one warp, with scores in registers (IN_REGISTERS: skewed_scores.cuh).
 //
 // On the way in the values may be normalised (NORM_VALUES: a scale and a shift for each channel); on the way out content
 // attention may be added (CONTENT: q times the image's context vectors), 2 x 2 pixels averaged (POOL), a scale, a shift
 // and a ReLU applied (FINISH), and each channel's sum and sum of squares taken (STATISTICS). EARLY_TABLE: the embeddings were
 // there before the kernel before this one began, and are read while that one still runs.
-#include "scores.cuh"
+#include "skewed_scores.cuh"
 
 constexpr int VALUE_WIDTH = padded(VALUE);
 constexpr int OUT_WIDTH = QUERY_WIDTH > VALUE_WIDTH ? QUERY_WIDTH : VALUE_WIDTH;  // the output takes the queries' place
@@ -28,7 +29,7 @@ struct Arguments {
 // Shared memory, in scalars.
 constexpr int VALUE_TILE = QueryTile::SIZE;
 constexpr int SCORES = VALUE_TILE + ValueTile::SIZE;
-constexpr int TABLE = SCORES + SCORES_SIZE;
+constexpr int TABLE = SCORES + (IN_REGISTERS ? 0 : SCORES_SIZE);
 
 constexpr int OWN_PAIRS = (PAIRS + WARPS - 1) / WARPS;
 constexpr int VALUE_TILES = VALUE_WIDTH / 8;
@@ -38,18 +39,18 @@ constexpr int LAST = TOGETHER == 1 ? END : PLACES;  // rows of the output from h
 
 // Whole lines are unrolled, and what serves all pixels of a line stays in registers where it fits. Of bundles nothing serves
 // twice.
-constexpr bool WHOLE_LINES = LENGTH <= BAND && WARPS % 8 == 0 && !BUNDLED;
-// With two pixels together its values would serve half as many steps, and there are twice as many windows.
-constexpr bool VALUES_IN_REGISTERS = WHOLE_LINES && TOGETHER == 1;
+constexpr bool WHOLE_LINES = LENGTH <= BAND && WARPS % 8 == 0 && !BUNDLED && !IN_REGISTERS;
 
 struct Values {
   Right<T, ALONG> right[VALUE_STEPS][VALUE_TILES];
 };
+// With two pixels together its values would serve half as many steps, and there are twice as many windows.
+constexpr bool VALUES_IN_REGISTERS = IN_REGISTERS ? sizeof(Values) <= 64 : WHOLE_LINES && TOGETHER == 1;
 
 struct Context {
   Right<T, QUERY_DEPTH> right[QUERY_STEPS][VALUE_TILES];
 };
-constexpr bool CONTEXT_IN_REGISTERS = CONTENT && sizeof(Context) <= 16;
+constexpr bool CONTEXT_IN_REGISTERS = CONTENT && sizeof(Context) <= (IN_REGISTERS ? 64 : 16);
 
 // The windows of two pixels may have what sums, context vectors and some 24 others leave of a thread's registers.
 constexpr int CONTEXT_REGISTERS = CONTENT ? sizeof(Context) / 4 * (CONTEXT_IN_REGISTERS ? OWN_PAIRS : 1) : 0;
@@ -90,29 +91,47 @@ DEVICE void add_content(float (&sums)[VALUE_TILES][4], QueryTile queries, int pa
     }
 }
 
+// The pixel of step `step` of a sum along the ATTENDED pixels from `begin` on: scores in registers have their own order.
+DEVICE int attended_pixel(int begin, int step) {
+  return IN_REGISTERS ? place_in_line(step / 8, step % 8) : begin + step;
+}
+
 // The values of the ATTENDED pixels of a pair from `begin` on.
 DEVICE void load_values(Values& own, ValueTile values, int pair, int begin) {
   if constexpr (VALUE_TILES == 1) {
     Right<T, ALONG> right[VALUE_STEPS];
-    load_right_transposed_long(right, [&](int step) { return values.of_pair(pair, begin + step); });
+    load_right_transposed_long(right, [&](int step) { return values.of_pair(pair, attended_pixel(begin, step)); });
 #pragma unroll
     for (int i = 0; i < VALUE_STEPS; ++i) own.right[i][0] = right[i];
   } else {
 #pragma unroll
     for (int i = 0; i < VALUE_STEPS; ++i)
-      load_right_transposed(own.right[i], [&](int step) { return values.of_pair(pair, begin + i * ALONG + step); });
+      load_right_transposed(own.right[i], [&](int step) { return values.of_pair(pair, attended_pixel(begin, i * ALONG + step)); });
   }
 }
 
-// Adds S V for 16 attending places of a pair.
-DEVICE void add_positional(float (&sums)[VALUE_TILES][4], T* scores, const Values& values, int pair, int begin) {
+// Adds S V for 16 attending places of a pair; `score(i)` is S along the i-th ALONG pixels.
+template <class Score>
+DEVICE void add_positional(float (&sums)[VALUE_TILES][4], const Values& values, int begin, Score score) {
 #pragma unroll
   for (int i = 0; i < VALUE_STEPS; ++i) {
     if (LENGTH > BAND && begin + i * ALONG >= TILE_ROWS) break;  // the last band may reach past the line
-    const auto score = load_left<T, ALONG>([&](int row) { return scores_of(scores, row, pair) + i * ALONG; });
+    const Left<T, ALONG> left = score(i);
 #pragma unroll
-    for (int tile = 0; tile < VALUE_TILES; ++tile) multiply(sums[tile], score, values.right[i][tile]);
+    for (int tile = 0; tile < VALUE_TILES; ++tile) multiply(sums[tile], left, values.right[i][tile]);
   }
+}
+
+// The same with scores in shared memory.
+DEVICE void add_positional(float (&sums)[VALUE_TILES][4], T* scores, const Values& values, int pair, int begin) {
+  add_positional(sums, values, begin, [&](int i) {
+    return load_left<T, ALONG>([&](int row) { return scores_of(scores, row, pair) + i * ALONG; });
+  });
+}
+
+// The context vectors of a pair's image and head.
+DEVICE void load_context(Context& context, int pair, const Lines& lines, const Arguments& arguments) {
+  load_context(context, arguments.context + lines.image_head(pair, arguments.heads) * VALUE_WIDTH * QUERY_WIDTH);
 }
 
 // The same with the context vectors in registers or not.
@@ -122,13 +141,28 @@ DEVICE void add_content(float (&sums)[VALUE_TILES][4], QueryTile queries, int pa
     add_content(sums, queries, pair, x, context);
   } else {
     Context loaded;
-    load_context(loaded, arguments.context + lines.image_head(pair, arguments.heads) * VALUE_WIDTH * QUERY_WIDTH);
+    load_context(loaded, pair, lines, arguments);
     add_content(sums, queries, pair, x, loaded);
   }
 }
 
+// Stores the output of 16 places of a pair from x on where its queries were; of two pixels together it is the mean.
+DEVICE void store_pair(float (&sums)[VALUE_TILES][4], QueryTile queries, int pair, int x, int row, int column) {
+#pragma unroll
+  for (int tile = 0; tile < VALUE_TILES; ++tile) {
+    const int channel = tile * 8 + column;
+    auto& out = sums[tile];
+    if constexpr (TOGETHER == 2)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[i] *= 0.5f;
+    if (x + row < LAST && is_pixel(x + row)) store_two(queries.of_pair(pair, x + row) + channel, out[0], out[1]);
+    if (x + row + 8 < LAST && is_pixel(x + row + 8))
+      store_two(queries.of_pair(pair, x + row + 8) + channel, out[2], out[3]);
+  }
+}
+
 // The output of 16 places from x on. It goes where the queries of as many pixels were, which nobody needs any more but for
-// content attention, which is added first; of two pixels together it is the mean.
+// content attention, which is added first.
 DEVICE void store_output(Sums& sums, QueryTile queries, int x, const Lines& lines, const Arguments& arguments,
                          const Context (&contexts)[OWN_PAIRS]) {
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
@@ -140,17 +174,7 @@ DEVICE void store_output(Sums& sums, QueryTile queries, int x, const Lines& line
       if constexpr (!FOLDED) add_content(sums[own], queries, pair, x, lines, arguments, contexts[own]);
       warp_barrier();
     }
-#pragma unroll
-    for (int tile = 0; tile < VALUE_TILES; ++tile) {
-      const int channel = tile * 8 + column;
-      auto& out = sums[own][tile];
-      if constexpr (TOGETHER == 2)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) out[i] *= 0.5f;
-      if (x + row < LAST && is_pixel(x + row)) store_two(queries.of_pair(pair, x + row) + channel, out[0], out[1]);
-      if (x + row + 8 < LAST && is_pixel(x + row + 8))
-        store_two(queries.of_pair(pair, x + row + 8) + channel, out[2], out[3]);
-    }
+    store_pair(sums[own], queries, pair, x, row, column);
   }
 }
 
@@ -217,6 +241,53 @@ DEVICE void attend_long(QueryTile queries, ValueTile values, T* scores, const T*
   }
 }
 
+// What a pair keeps in registers over its pixels leaves so many to the table's groups, which all pairs meet: besides there are
+// the queries, products and scores of 16 pixels, their output, the sums of channels and some 30 others.
+constexpr int OF_16_PIXELS = 4 * QUERY_STEPS + 2 * (SCORE_GROUPS + 2) + 4 * VALUE_TILES;
+constexpr int OF_A_PAIR = (VALUES_IN_REGISTERS ? sizeof(Values) / 4 : 0) + (CONTEXT_IN_REGISTERS ? sizeof(Context) / 4 : 0);
+constexpr int FREE_REGISTERS = 65536 / (THREADS * BLOCKS) - OF_16_PIXELS - OF_A_PAIR - (STATISTICS ? 2 * ACCESS : 0) - 30;
+using ScoreTable = TableGroups<IN_REGISTERS && TABLE_REGISTERS <= FREE_REGISTERS>;
+
+// What a warp has in registers of one pair.
+struct Pair {
+  int number;
+  Values values;
+  Context context;
+};
+
+// The pixels from X0 on of a pair, by one warp, which reads the queries of 16 of them and then stores the output there.
+template <int X0>
+DEVICE void attend_in_registers(QueryTile queries, ValueTile values, const Pair& pair, const ScoreTable& table, const Skew& skew,
+                                const Lines& lines, const Arguments& arguments) {
+  Left<T, QUERY_DEPTH> query[QUERY_STEPS];
+#pragma unroll
+  for (int step = 0; step < QUERY_STEPS; ++step)
+    query[step] =
+        load_left<T, QUERY_DEPTH>([&](int row) { return queries.of_pair(pair.number, X0 + row) + step * QUERY_DEPTH; });
+  ScoreWords upper, lower;
+  score_pixels<X0>(upper, lower, query, table, skew);
+
+  float sums[VALUE_TILES][4] = {};
+  // Sums are 16 long: of an odd number of groups the last one has zeros behind it.
+  auto score = [&](int i) {
+    constexpr int LAST_GROUP = SCORE_GROUPS - 1;
+    Left<T, ALONG> left{{upper[2 * i], lower[2 * i], 0, 0}};
+    if (2 * i < LAST_GROUP) left.words[2] = upper[2 * i + 1], left.words[3] = lower[2 * i + 1];
+    return left;
+  };
+  if constexpr (VALUES_IN_REGISTERS) {
+    add_positional(sums, pair.values, 0, score);
+  } else {
+    Values loaded;
+    load_values(loaded, values, pair.number, 0);
+    add_positional(sums, loaded, 0, score);
+  }
+  if constexpr (CONTENT) add_content(sums, queries, pair.number, X0, lines, arguments, pair.context);
+  warp_barrier();
+  store_pair(sums, queries, pair.number, X0, lane_index() / 4, lane_index() % 4 * 2);
+  if constexpr (X0 + 16 < LENGTH) attend_in_registers<X0 + 16>(queries, values, pair, table, skew, lines, arguments);
+}
+
 // The mean of 2 x 2 pixels, or of two lines of means of two.
 template <class Change>
 DEVICE void copy_out_pooled(const Map& map, const Lines& lines, QueryTile tile, Change change) {
@@ -258,6 +329,8 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
   block_barrier();
   Windows windows;
   if constexpr (WINDOWS_IN_REGISTERS) windows.load(table);
+  const ScoreTable table_groups{table};
+  const Skew skew;
 
   Lines lines{arguments.total_lines, arguments.lines_per_image, block_row() * HEADS};
   const int first_channel = lines.first_head * VALUE, channels = arguments.heads * VALUE;
@@ -302,16 +375,23 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
     else
       copy_in<VALUE>(values, arguments.values, lines);
     Context contexts[OWN_PAIRS];
-    if constexpr (CONTEXT_IN_REGISTERS)
+    if constexpr (CONTEXT_IN_REGISTERS && !IN_REGISTERS)
 #pragma unroll
       for (int own = 0; own < OWN_PAIRS; ++own)
-        if (const int pair = warp + own * WARPS; pair < PAIRS)
-          load_context(contexts[own],
-                       arguments.context + lines.image_head(pair, arguments.heads) * VALUE_WIDTH * QUERY_WIDTH);
+        if (const int pair = warp + own * WARPS; pair < PAIRS) load_context(contexts[own], pair, lines, arguments);
     wait_for_copies();
     block_barrier();
 
-    if constexpr (WHOLE_LINES) {
+    if constexpr (IN_REGISTERS) {
+#pragma unroll 1
+      for (int number = warp; number < PAIRS; number += WARPS) {
+        Pair pair;
+        pair.number = number;
+        if constexpr (CONTEXT_IN_REGISTERS) load_context(pair.context, number, lines, arguments);
+        if constexpr (VALUES_IN_REGISTERS) load_values(pair.values, values, number, 0);
+        attend_in_registers<0>(queries, values, pair, table_groups, skew, lines, arguments);
+      }
+    } else if constexpr (WHOLE_LINES) {
       Values own_values[OWN_PAIRS];
       if constexpr (VALUES_IN_REGISTERS)
 #pragma unroll

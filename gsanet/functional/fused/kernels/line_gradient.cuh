@@ -60,7 +60,6 @@ struct Tiles {
 };
 
 constexpr int OWN_PAIRS = (PAIRS + WARPS - 1) / WARPS;
-constexpr int LINE_TILES = TILE_ROWS / 16;
 constexpr int VALUE_TILES = VALUE_WIDTH / 8, QUERY_TILES = QUERY_WIDTH / 8;
 constexpr int X_DEPTH = depth_of<T>(16);  // depth of products over 16 attending pixels or 16 pairs
 constexpr int SCORE_EIGHTS = BUNDLED ? 2 : EIGHTS;  // groups of eight columns of scores

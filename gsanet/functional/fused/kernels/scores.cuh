@@ -11,12 +11,17 @@
 // Where outputs are averaged two and two (POOL), the scores of two neighbours are added up before they meet the values:
 // S_x V + S_{x+1} V = (S_x + S_{x+1}) V. Both together are called one attending place; elsewhere, and in bundles, a place is
 // a pixel.
+//
+// IN_REGISTERS: scores are never in shared memory, but in registers (skewed_scores.cuh), for 16-bit scalars and lines of more
+// than 8 and at most BAND pixels. The table has other zeros around it then, and outputs are averaged as they are stored.
 #pragma once
 #include "tiles.cuh"
 
 static_assert(LENGTH > 8 || BUNDLED, "a block has more than one short line");
 
-constexpr int TOGETHER = POOL && !BUNDLED ? 2 : 1;  // attending pixels whose scores are added up
+static_assert(!IN_REGISTERS || (!BUNDLED && !IS_FLOAT<T> && LENGTH <= BAND), "whole lines of 16-bit scalars");
+
+constexpr int TOGETHER = POOL && !BUNDLED && !IN_REGISTERS ? 2 : 1;  // attending pixels whose scores are added up
 constexpr int PLACES = LENGTH / TOGETHER;           // attending places of a line
 static_assert(PLACES * TOGETHER == LENGTH, "pixels are averaged two and two");
 
@@ -32,9 +37,10 @@ constexpr int ALONG = depth_of<T>(SCORE_COLUMNS);  // depth of products along i
 
 constexpr int TABLE_STRIDE = odd_stride(QUERY_WIDTH);
 constexpr int TABLE_ROWS = 2 * LENGTH - 1;
-constexpr int MIDDLE = BUNDLED ? 7 : LENGTH - 1;  // the row of offset 0
-// The window of the last band reaches past the table: zeros.
-constexpr int TABLE_SIZE = (MIDDLE + round_up(LENGTH, BAND < LENGTH ? BAND : 16)) * TABLE_STRIDE;
+constexpr int MIDDLE = BUNDLED ? 7 : IN_REGISTERS ? LINE_ROWS - 1 : LENGTH - 1;  // the row of offset 0
+// The window of the last band reaches past the table, and so do products of 16 pixels: zeros.
+constexpr int ROWS_AFTER = IN_REGISTERS ? 1 + round_up(LENGTH, 8) : round_up(LENGTH, BAND < LENGTH ? BAND : 16);
+constexpr int TABLE_SIZE = (MIDDLE + ROWS_AFTER) * TABLE_STRIDE;
 
 DEVICE T* scores_of(T* scores, int slot, int pair) { return scores + slot * SCORE_PIXEL + pair * SCORE_PAIR; }
 
@@ -42,7 +48,7 @@ DEVICE T* scores_of(T* scores, int slot, int pair) { return scores + slot * SCOR
 DEVICE void copy_table(T* table, const T* rel) {
   for (int i = thread_index(); i < TABLE_SIZE; i += THREADS) {
     const int row = i / TABLE_STRIDE - (MIDDLE - (LENGTH - 1)), channel = i % TABLE_STRIDE;
-    table[i] = (!BUNDLED || row >= 0) && row < TABLE_ROWS && channel < KEY ? rel[row * KEY + channel] : T{};
+    table[i] = (!(BUNDLED || IN_REGISTERS) || row >= 0) && row < TABLE_ROWS && channel < KEY ? rel[row * KEY + channel] : T{};
   }
 }
 
@@ -53,6 +59,7 @@ DEVICE const T* window_of(const T* table, int x) {
 
 constexpr int SLOTS = BUNDLED ? 8 : 16;  // products that give the scores of 16 attending pixels
 constexpr int QUERY_DEPTH = depth_of<T>(QUERY_WIDTH), QUERY_STEPS = QUERY_WIDTH / QUERY_DEPTH;
+constexpr int LINE_TILES = TILE_ROWS / 16;
 constexpr int EIGHTS = (LENGTH + 7) / 8;      // groups of eight pixels on a line
 constexpr int TABLE_EIGHTS = 2 * EIGHTS - 1;  // groups of eight offsets that a warp meets
 

@@ -12,6 +12,9 @@ from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine, Shape, 
 BAND = 64  # pixels of a line whose scores are held at a time
 LONGEST = 320  # pixels of a line
 SHORT = 16  # pixels of a line up to which more and smaller blocks are faster
+# (length, key, value): (pairs of a block, warps, blocks on a multiprocessor) of the layers whose scores stay in
+# registers (`kernels/skewed_scores.cuh`), in 16 bits. None yet: `benchmarks/plans.py --registers` times them.
+FORWARD_IN_REGISTERS: dict[tuple[int, int, int], tuple[int, int, int]] = {}
 SHORT_PIECE = 32  # pixels of a piece of a line below which what comes with each pair of pieces outweighs its products
 
 
@@ -33,7 +36,8 @@ def plan_line(
     if length <= 8:
         return _plan_bundled(machine, shape, length, lines, images, backward, features)
     if not backward:
-        return _plan_whole(machine, shape, length, lines * images, False, features)
+        in_registers = _plan_in_registers(machine, shape, length, lines * images, features)
+        return in_registers or _plan_whole(machine, shape, length, lines * images, False, features)
     whole = _plan_whole(machine, shape, length, lines * images, True, features) if length <= BAND else None
     return whole or _plan_pieces(machine, shape, length, lines * images, features)
 
@@ -94,6 +98,41 @@ def _plan_whole(
     return None
 
 
+def _plan_in_registers(
+    machine: Machine, shape: Shape, length: int, lines: int, features: Mapping[str, bool]
+) -> Launch | None:
+    """Blocks that hold whole lines, each warp with a pair of its own whose scores it has in registers.
+
+    None for layers that `FORWARD_IN_REGISTERS` does not name, and for batches that leave multiprocessors idle.
+    """
+    cut = FORWARD_IN_REGISTERS.get((length, shape.key, shape.value))
+    if cut is None or shape.size != 2 or length > BAND or lines * shape.heads < cut[0] * machine.multiprocessors:
+        return None
+    pairs, warps, most = cut
+    for heads, lines_at_once in _cuts(shape.heads, pairs):
+        if features.get("pool") and lines_at_once % 2:
+            continue
+        accesses = heads * shape.value // (16 // shape.size if shape.vector else 1)
+        if features.get("statistics") and accesses > 32 * warps:
+            continue  # a thread has the sums of one access
+        shared = _memory_in_registers(shape, length, heads, lines_at_once, warps)
+        if shared <= machine.shared_memory:
+            blocks = min(machine.blocks_of(shared), most)
+            whole = (length, heads, lines_at_once, warps, blocks)
+            items = -(-lines // lines_at_once)
+            return _launch_lines(machine, shape, "line_forward", whole, items, shared, features, in_registers=True)
+    return None
+
+
+def _memory_in_registers(shape: Shape, length: int, heads: int, lines: int, warps: int) -> int:
+    """Bytes of a block whose scores are in registers."""
+    query, value = shape.padded(shape.key), shape.padded(shape.value)
+    scalars = shape.tile(max(query, value), heads, lines, length) + shape.tile(value, heads, lines, length)
+    scalars += (round_up(length, 16) + round_up(length, 8)) * shape.odd_stride(query)
+    sums = 2 * 16 // shape.size * 32 * warps  # of the channels, at the end
+    return round_up(max(scalars * shape.size, 4 * sums), 16)
+
+
 def _plan_pieces(
     machine: Machine, shape: Shape, length: int, lines: int, features: Mapping[str, bool]
 ) -> Launch | None:
@@ -135,6 +174,8 @@ def _launch_lines(
     items: int,
     shared: int,
     features: Mapping[str, bool],
+    *,
+    in_registers: bool = False,
 ) -> Launch:
     """A kernel of lines; `cut` is (pixels that a block holds, heads, lines at once, warps, blocks).
 
@@ -153,6 +194,7 @@ def _launch_lines(
         WARPS=warps,
         BLOCKS=blocks,
         BAND=BAND,
+        IN_REGISTERS=in_registers,
         VECTOR=shape.vector,
         **{name.upper(): value for name, value in features.items()},
     )
