@@ -8,9 +8,10 @@
     python benchmarks/plans.py --maps-of-channels
 
 For each map and each kernel it prints the time of the plan in use, and of the faster ones among all that fit. A cut is
-heads x lines of a block, then warps of a block, then blocks on a multiprocessor. With `--registers` the forward kernels
-also come with scores in registers, in cuts of their own. With `--projection` it is about the
-projection and the context vectors instead, in two kernels or in one (`projections.py`), and compares their results.
+heads x lines of a block, then warps of a block, then blocks on a multiprocessor. With `--registers` all kernels also
+come with scores in registers, in cuts of their own that spill little (in brackets, in bytes of a thread). With
+`--projection` it is about the projection and the context vectors instead, in two kernels or in one (`projections.py`),
+and compares their results.
 With `--products` it is about sums over pixels of products of channels (`pixel_products.py`), at the networks' shapes,
 with `--gradients` about both gradients of a projection in one kernel (`projection_gradients.py`), and with
 `--maps-of-channels` about linear maps of each pixel's channels with what is behind them (`channel_maps.py`).
@@ -42,7 +43,7 @@ from gsanet.functional.fused.plan import lines as line_plans
 HEADS = 8
 # The kernels that a plan cuts; "line" is the only one of a module with one axis.
 LINES = ("column", "row", "row's gradient", "column's gradient", "line", "line's gradient")
-MOST_SPILLED = 64  # bytes of a thread, of kernels with scores in registers
+MOST_SPILLED = 200  # bytes of a thread, of kernels with scores in registers
 Cut = tuple[int, int, int, int]
 Run = Callable[[], object]
 
@@ -119,36 +120,45 @@ def forced(cut: Cut) -> Iterator[None]:
     line_plans.plan_line.cache_clear()
 
 
-def cuts_in_registers(pool: bool) -> Iterator[Cut]:
-    """Cuts of forward kernels with scores in registers: few of them fit registers with large heads."""
+def cuts_in_registers(backward: bool, pool: bool) -> Iterator[Cut]:
+    """Cuts of kernels with scores in registers, whether they fit or not."""
     shares = [(8, 2), (4, 4), (4, 2)] if pool else [(8, 1), (8, 2), (4, 2), (4, 4)]
     for (heads, lines), warps in itertools.product(shares, (4, 8)):
-        for blocks in range(2, 7 if warps == 4 else 4):
+        for blocks in range(1, 5) if backward else range(2, 7 if warps == 4 else 4):
             yield heads, lines, warps, blocks
 
 
 @contextmanager
-def forced_in_registers(cut: Cut, length: int, width: int) -> Iterator[None]:
-    """Plans of forward kernels with scores in registers, of this cut if it fits."""
+def forced_in_registers(cut: Cut) -> Iterator[None]:
+    """Plans of kernels with scores in registers, of this cut if it fits."""
     heads, lines, warps, blocks = cut
-    layers = {(length, width, width): (heads * lines, warps, blocks)}
     line_plans.plan_line.cache_clear()
-    with mock.patch.multiple(line_plans, FORWARD_IN_REGISTERS=layers, _cuts=lambda *_: [(heads, lines)]):
+    with mock.patch.multiple(
+        line_plans,
+        _in_registers=lambda *_: (heads * lines, warps, blocks),
+        _cuts=lambda *_: [(heads, lines)],
+    ):
         yield
     line_plans.plan_line.cache_clear()
 
 
-def find_in_registers(run: Run, length: int, width: int, pool: bool, device: torch.device) -> list[Cut]:
+def find_in_registers(run: Run, backward: bool, pool: bool, device: torch.device) -> dict[str, Cut]:
     """The cuts with scores in registers that fit a call, and spill little."""
     found: dict[Cut, Launch] = {}
-    for cut in cuts_in_registers(pool):
-        with forced_in_registers(cut, length, width):
+    for cut in cuts_in_registers(backward, pool):
+        with forced_in_registers(cut):
             launch = planned(run)
         wanted = dict(zip(("HEADS", "LINES", "WARPS", "BLOCKS", "IN_REGISTERS"), (*cut, 1), strict=True))
         if launch is not None and wanted.items() <= dict(launch.kernel.constants).items():
             found[cut] = launch
     binaries = compile_all((launch.kernel for launch in found.values()), architecture_of(device))
-    return [cut for cut, launch in found.items() if binaries[launch.kernel].spill_stores <= MOST_SPILLED]
+    named: dict[str, Cut] = {}
+    for cut, launch in found.items():
+        heads, lines, warps, blocks = cut
+        spilled = max(binaries[launch.kernel].spill_stores, binaries[launch.kernel].spill_loads)
+        if spilled <= MOST_SPILLED:
+            named[f"in registers {heads} x {lines}, {warps} warps, {blocks} blocks ({spilled})"] = cut
+    return named
 
 
 def planned(run: Run) -> Launch | None:
@@ -174,7 +184,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--pool", action="store_true", help="the module averages 2 x 2 pixels")
     parser.add_argument("--show", type=int, default=3, help="so many of the fastest; 0: only the plan in use")
-    parser.add_argument("--registers", action="store_true", help="forward kernels with scores in registers too")
+    parser.add_argument("--registers", action="store_true", help="kernels with scores in registers too")
     parser.add_argument("--projection", action="store_true", help="the projection, for 64 and 128 channels")
     parser.add_argument("--products", action="store_true", help="sums over pixels of products of channels")
     parser.add_argument("--gradients", action="store_true", help="both gradients of a projection of 64 channels")
@@ -206,15 +216,16 @@ def main() -> None:
             for cut in found:
                 heads, lines, warps, blocks = cut
                 runs[f"{heads} x {lines}, {warps} warps, {blocks} blocks"] = Graphed(partial(run_with, cut, run))
-            if options.registers and name in ("column", "row", "line") and length > 8:
-                layer = (length, channels // HEADS)
-                for cut in find_in_registers(run, *layer, options.pool and name != "column", device):
-                    heads, lines, warps, blocks = cut
-                    words = f"in registers {heads} x {lines}, {warps} warps, {blocks} blocks"
-                    runs[words] = Graphed(partial(run_in_registers, cut, *layer, run))
+            if options.registers and name in LINES and length > 8:
+                pooled = options.pool and not name.startswith("column")
+                for words, cut in find_in_registers(run, "gradient" in name, pooled, device).items():
+                    runs[words] = Graphed(partial(run_in_registers, cut, run))
             times = milliseconds(runs, "cuda", 0.02, lambda side, error: print(f"  {side}: {one_line(error)}"))
             first = times.pop("as planned")
-            fastest = sorted(times.items(), key=lambda item: item[1])[: options.show]
+            in_registers = {side: time for side, time in times.items() if side.startswith("in registers")}
+            ordinary = {side: time for side, time in times.items() if side not in in_registers}
+            fastest = sorted(ordinary.items(), key=lambda item: item[1])[: options.show]
+            fastest += sorted(in_registers.items(), key=lambda item: item[1])
             others = "".join(f"; {cut}: {1e3 * time:.0f}" for cut, time in fastest)
             print(f"{text}, {name}: {1e3 * first:.0f} us as planned{others}", flush=True)
 
@@ -225,9 +236,9 @@ def run_with(cut: Cut, run: Run) -> None:
         run()
 
 
-def run_in_registers(cut: Cut, length: int, width: int, run: Run) -> None:
+def run_in_registers(cut: Cut, run: Run) -> None:
     """The same with scores in registers."""
-    with forced_in_registers(cut, length, width):
+    with forced_in_registers(cut):
         run()
 
 

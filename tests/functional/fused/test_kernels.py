@@ -361,7 +361,7 @@ def check_module(kernels, module, dtype, batch, size, *, memory_format=torch.cha
     with kernels.running():
         found = step(module, x, d_out)
         assert "line_forward" in kernels.entries
-        assert kernels.entries & {"line_backward", "line_backward_pieces"}
+        assert any(entry.startswith("line_backward") for entry in kernels.entries)
         assert found["output"].is_contiguous(memory_format=torch.channels_last)
         assert found["output"].dtype == found["gradient of x"].dtype == dtype
         for name, value in found.items():

@@ -20,22 +20,12 @@ from gsanet.functional.fused.plan import Shape, plan_line
 from gsanet.functional.fused.plan import lines as line_plans
 
 
-class AllLayers(dict):
-    """The same cut for layers of any length and widths."""
-
-    def __init__(self, cut):
-        self.cut = cut
-
-    def get(self, key, default=None):
-        return self.cut
-
-
 @pytest.fixture
 def registers(kernels, monkeypatch):
     """Kernels of this way only, cut as for a large batch; `registers(pairs, warps, blocks)` cuts otherwise."""
 
     def cut(*numbers):
-        monkeypatch.setattr(line_plans, "FORWARD_IN_REGISTERS", AllLayers(numbers))
+        monkeypatch.setattr(line_plans, "_in_registers", lambda shape, length, backward, features: numbers)
         plan_line.cache_clear()
         return kernels
 
@@ -207,7 +197,7 @@ def test_float32_long_lines_and_small_batches_are_planned_as_ever(registers):
 
 
 def test_no_layer_is_planned_so_by_default():
-    assert not line_plans.FORWARD_IN_REGISTERS
+    assert not line_plans.IN_REGISTERS
 
 
 COLUMNS, ROWS = {"statistics": True}, {"norm_values": True, "content": True}

@@ -1,4 +1,4 @@
-"""Attention along one axis: `kernels/line_forward.cu`, `line_backward.cu` and `line_backward_pieces.cu`."""
+"""Attention along one axis: `kernels/line_forward.cu`, `line_backward.cu` and the like."""
 
 from typing import NamedTuple
 

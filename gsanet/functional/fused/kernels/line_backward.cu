@@ -13,8 +13,7 @@ constexpr int TABLE = SCORES + SCORES_SIZE;
 DEVICE void write_table(const TableSums& d_table, float* shared, float* d_rel) {
   fill_with_zeros(shared, round_up(TABLE_ROWS * KEY, 4));
   add_warps(shared, d_table);
-  for (int i = thread_index(); i < TABLE_ROWS * KEY; i += THREADS)
-    d_rel[static_cast<long long>(block_row() * block_count() + block_index()) * TABLE_ROWS * KEY + i] = shared[i];
+  write_block_table(shared, d_rel);
 }
 
 KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
@@ -59,16 +58,7 @@ KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
     for (int own = 0; own < OWN_PAIRS; ++own) {
       const int pair = warp + own * WARPS;
       if (pair >= PAIRS) break;
-      const long long image_head = lines.image_head(pair, arguments.heads);
-      if constexpr (CONTENT_QUERIES) {
-        add_content_to_queries(tiles.queries, tiles.gradient, pair, arguments.context + image_head * CONTEXT_SIZE);
-        warp_barrier();
-      }
-      if constexpr (CONTENT_KEYS)
-        differentiate_content(d_values[own], tiles.keys, tiles.values, pair, arguments.d_context + image_head * CONTEXT_SIZE,
-                              arguments.d_context_turned + image_head * CONTEXT_SIZE, arguments.key_max + image_head * KEY,
-                              arguments.key_offset + image_head * KEY);
-      store_values(tiles.d_values(), d_values[own], pair, row, column);
+      finish_pair(d_values[own], tiles, pair, row, column, lines, arguments);
     }
     block_barrier();
     store_lines<Part::ALL>(tiles, lines, arguments, sums_of_channels);

@@ -12,9 +12,10 @@ from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine, Shape, 
 BAND = 64  # pixels of a line whose scores are held at a time
 LONGEST = 320  # pixels of a line
 SHORT = 16  # pixels of a line up to which more and smaller blocks are faster
-# (length, key, value): (pairs of a block, warps, blocks on a multiprocessor) of the layers whose scores stay in
-# registers (`kernels/skewed_scores.cuh`), in 16 bits. None yet: `benchmarks/plans.py --registers` times them.
-FORWARD_IN_REGISTERS: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+# Layers whose scores stay in registers, in 16 bits (`kernels/skew.cuh`): (length, key, value, kernel) -> (pairs of
+# a line and a head in a block, warps, blocks on a multiprocessor). None yet: `benchmarks/plans.py --registers`.
+IN_REGISTERS: dict[tuple[int, int, int, str], tuple[int, int, int]] = {}
+REGISTERS = 65536  # of a multiprocessor; a thread has 255 at most
 SHORT_PIECE = 32  # pixels of a piece of a line below which what comes with each pair of pieces outweighs its products
 
 
@@ -35,9 +36,12 @@ def plan_line(
     """
     if length <= 8:
         return _plan_bundled(machine, shape, length, lines, images, backward, features)
+    if length <= BAND and shape.size == 2:
+        plan = _plan_in_registers(machine, shape, length, lines * images, backward, features)
+        if plan is not None:
+            return plan
     if not backward:
-        in_registers = _plan_in_registers(machine, shape, length, lines * images, features)
-        return in_registers or _plan_whole(machine, shape, length, lines * images, False, features)
+        return _plan_whole(machine, shape, length, lines * images, False, features)
     whole = _plan_whole(machine, shape, length, lines * images, True, features) if length <= BAND else None
     return whole or _plan_pieces(machine, shape, length, lines * images, features)
 
@@ -98,39 +102,78 @@ def _plan_whole(
     return None
 
 
+def _in_registers(
+    shape: Shape, length: int, backward: bool, features: Mapping[str, bool]
+) -> tuple[int, int, int] | None:
+    """(pairs, warps, blocks) of a layer whose scores stay in registers, where that is the way to go."""
+    if backward:
+        kernel = "column's gradient" if features.get("content_keys") else "row's gradient"
+    else:
+        kernel = "column" if features.get("statistics") else "row"
+    return IN_REGISTERS.get((length, shape.key, shape.value, kernel))
+
+
 def _plan_in_registers(
-    machine: Machine, shape: Shape, length: int, lines: int, features: Mapping[str, bool]
+    machine: Machine,
+    shape: Shape,
+    length: int,
+    lines: int,
+    backward: bool,
+    features: Mapping[str, bool],
 ) -> Launch | None:
     """Blocks that hold whole lines, each warp with a pair of its own whose scores it has in registers.
 
-    None for layers that `FORWARD_IN_REGISTERS` does not name, and for batches that leave multiprocessors idle.
+    None if that is not the way to go, if there is no such kernel or no room for it, and for batches that leave
+    multiprocessors idle.
     """
-    cut = FORWARD_IN_REGISTERS.get((length, shape.key, shape.value))
-    if cut is None or shape.size != 2 or length > BAND or lines * shape.heads < cut[0] * machine.multiprocessors:
+    if (cut := _in_registers(shape, length, backward, features)) is None:
         return None
     pairs, warps, most = cut
+    if not backward and lines * shape.heads < pairs * machine.multiprocessors:
+        return None
+    registers = min(255, REGISTERS // (32 * warps * most))
+    if backward and (features.get("pool") or _sums_in_registers(shape, length) > registers):
+        return None
     for heads, lines_at_once in _cuts(shape.heads, pairs):
         if features.get("pool") and lines_at_once % 2:
             continue
         accesses = heads * shape.value // (16 // shape.size if shape.vector else 1)
-        if features.get("statistics") and accesses > 32 * warps:
+        if not backward and features.get("statistics") and accesses > 32 * warps:
             continue  # a thread has the sums of one access
-        shared = _memory_in_registers(shape, length, heads, lines_at_once, warps)
-        if shared <= machine.shared_memory:
-            blocks = min(machine.blocks_of(shared), most)
-            whole = (length, heads, lines_at_once, warps, blocks)
-            items = -(-lines // lines_at_once)
-            return _launch_lines(machine, shape, "line_forward", whole, items, shared, features, in_registers=True)
+        shared = _memory_in_registers(shape, length, heads, lines_at_once, warps, backward, features)
+        blocks = min(machine.blocks_of(shared), most)
+        if shared > machine.shared_memory or (backward and blocks < most):
+            continue
+        entry = "line_backward_registers" if backward else "line_forward"
+        whole = (length, heads, lines_at_once, warps, blocks)
+        items = -(-lines // lines_at_once)
+        return _launch_lines(machine, shape, entry, whole, items, shared, features, in_registers=True)
     return None
 
 
-def _memory_in_registers(shape: Shape, length: int, heads: int, lines: int, warps: int) -> int:
+def _sums_in_registers(shape: Shape, length: int) -> int:
+    """Registers of a thread for the sums of dR and dV, and 40 for all else: with fewer nearly all would be spilled."""
+    tiles = round_up(length, 16) // 16
+    groups = round_up(length, 8) // 8 + 4 * tiles  # of eight rows of the table: `kernels/skew.cuh`
+    return -(-groups // 2) * 4 * shape.padded(shape.key) // 8 + tiles * 4 * shape.padded(shape.value) // 8 + 40
+
+
+def _memory_in_registers(
+    shape: Shape, length: int, heads: int, lines: int, warps: int, backward: bool, features: Mapping[str, bool]
+) -> int:
     """Bytes of a block whose scores are in registers."""
     query, value = shape.padded(shape.key), shape.padded(shape.value)
-    scalars = shape.tile(max(query, value), heads, lines, length) + shape.tile(value, heads, lines, length)
-    scalars += (round_up(length, 16) + round_up(length, 8)) * shape.odd_stride(query)
-    sums = 2 * 16 // shape.size * 32 * warps  # of the channels, at the end
-    return round_up(max(scalars * shape.size, 4 * sums), 16)
+    queries, values = (shape.tile(width, heads, lines, length) for width in (query, value))
+    if backward:
+        before = (round_up(length, 16) - 16) // 4  # groups of the table before those of the first pixels
+        groups = round_up(before + round_up(round_up(length, 8) // 8 + 4, 4), 4) + 1
+        scalars = (2 if features.get("content_keys") else 1) * queries + 2 * values
+        scalars += 2 * groups * 4 * shape.odd_stride(query)
+        floats = round_up((2 * length - 1) * shape.key, 4)  # of the table's gradient, at the end
+        return round_up(max(scalars * shape.size, 4 * floats), 16) + warps * _sums_memory(shape, features)
+    scalars = max(queries, values) + values + (round_up(length, 16) + round_up(length, 8)) * shape.odd_stride(query)
+    floats = 2 * 16 // shape.size * 32 * warps  # sums of the channels, at the end
+    return round_up(max(scalars * shape.size, 4 * floats), 16)
 
 
 def _plan_pieces(
