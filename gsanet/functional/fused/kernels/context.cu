@@ -183,15 +183,17 @@ KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
             number = number / arguments.width / 2 * (arguments.width / 2) + number % arguments.width / 2;
           return from + static_cast<long long>(number) * map.pixel;
         };
-        if constexpr (VECTOR)
-          return Moves{[=](int, int pixel) {
-                         copy_async(to(pixel), source(pixel), pixel < count);
-                         return 0;
-                       },
-                       [](int, int, int) {}};
-        else
-          return Moves{[=](int, int pixel) { return *source(pixel); },
-                       [=](T value, int, int pixel) { *to(pixel) = pixel < count ? value : T{}; }};
+        return [=](int) {
+          if constexpr (VECTOR)
+            return Moves{[=](int pixel) {
+                           copy_async(to(pixel), source(pixel), pixel < count);
+                           return 0;
+                         },
+                         [](int, int) {}};
+          else
+            return Moves{[=](int pixel) { return *source(pixel); },
+                         [=](T value, int pixel) { *to(pixel) = pixel < count ? value : T{}; }};
+        };
       });
     };
     copy(LeftTile{shared + stage * STAGE}, arguments.left, Constant<KEY>{}, Constant<0>{});

@@ -254,17 +254,17 @@ DEVICE void load_lines(const Tiles& tiles, const LinesType& lines, const Argumen
   else if constexpr (NORM_GRADIENT)
     copy_in<VALUE>(tiles.gradient, arguments.gradient, lines, [&](int head, int channel) {
       const int own = head * VALUE + channel;
-      const float* coefficients = arguments.norm + first_channel + own;
-      return Moves{[&, own](int slot, int pixel) { return read_access(lines.start(arguments.second, slot, pixel, VALUE) + own); },
-                   [=](float(&d_out)[ACCESS], const Access& second, int, int) {
-                     float input[ACCESS], a[ACCESS], b[ACCESS], c[ACCESS];
-                     to_floats(input, second);
-                     load_floats(a, coefficients);
-                     load_floats(b, coefficients + channels);
-                     load_floats(c, coefficients + 2 * channels);
+      return [&, own, coefficients = OfChannels<3>(arguments.norm + first_channel + own, channels)](int slot) {
+        const auto second = lines.start(arguments.second, slot, VALUE);
+        return Moves{[=](int pixel) { return read_access(second(pixel) + own); },
+                     [coefficients](float(&d_out)[ACCESS], const Access& read) {
+                       const auto& [a, b, c] = coefficients.rows;
+                       float input[ACCESS];
+                       to_floats(input, read);
 #pragma unroll
-                     for (int i = 0; i < ACCESS; ++i) d_out[i] = a[i] * d_out[i] + b[i] * input[i] + c[i];
-                   }};
+                       for (int i = 0; i < ACCESS; ++i) d_out[i] = a[i] * d_out[i] + b[i] * input[i] + c[i];
+                     }};
+      };
     });
   else
     copy_in<VALUE>(tiles.gradient, arguments.gradient, lines);
@@ -276,17 +276,19 @@ DEVICE void load_lines(const Tiles& tiles, const LinesType& lines, const Argumen
 template <bool ADD, class LinesType>
 DEVICE void store_queries(const Tiles& tiles, const LinesType& lines, const Arguments& arguments) {
   if constexpr (ADD)
-    copy_out<KEY>(arguments.d_queries, lines, tiles.queries, [](int, int) {
-      return Moves{[](const T* to, int, int) { return read_access(to); },
-                   [](float(&out)[ACCESS], const Access& there, int, int) {
-                     float before[ACCESS];
-                     to_floats(before, there);
+    copy_out<KEY, true>(arguments.d_queries, lines, tiles.queries, [](int, int) {
+      return [](int) {
+        return Moves{[](const T* to, int) { return read_access(to); },
+                     [](float(&out)[ACCESS], const Access& there) {
+                       float before[ACCESS];
+                       to_floats(before, there);
 #pragma unroll
-                     for (int i = 0; i < ACCESS; ++i) out[i] += before[i];
-                   }};
+                       for (int i = 0; i < ACCESS; ++i) out[i] += before[i];
+                     }};
+      };
     });
   else
-    copy_out<KEY>(arguments.d_queries, lines, tiles.queries, unchanged());
+    copy_out<KEY>(arguments.d_queries, lines, tiles.queries);
 }
 
 // Takes dV and dK to global memory; of all of lines dQ too.
@@ -296,26 +298,26 @@ DEVICE void store_lines(const Tiles& tiles, const LinesType& lines, const Argume
   if constexpr (PART == Part::ALL) store_queries<ACCUMULATE>(tiles, lines, arguments);
   if constexpr (STATISTICS) {
     float sum[ACCESS] = {}, sum_of_products[ACCESS] = {};
-    copy_out<VALUE>(arguments.d_values, lines, tiles.d_values(), [&](int head, int channel) {
+    copy_out<VALUE, false>(arguments.d_values, lines, tiles.d_values(), [&](int head, int channel) {
       const int own = head * VALUE + channel;
-      const float* moments = arguments.moments + first_channel + own;
-      return Moves{
-          [&, own](const T*, int slot, int pixel) { return read_access(lines.start(arguments.values, slot, pixel, VALUE) + own); },
-          [=, &sum, &sum_of_products](float(&out)[ACCESS], const Access& value, int, int) {
-            float input[ACCESS], mean[ACCESS], inverse_deviation[ACCESS];
-            to_floats(input, value);
-            load_floats(mean, moments);
-            load_floats(inverse_deviation, moments + channels);
+      return [&, own, moments = OfChannels<2>(arguments.moments + first_channel + own, channels)](int slot) {
+        const auto values = lines.start(arguments.values, slot, VALUE);
+        return Moves{[=](const T*, int pixel) { return read_access(values(pixel) + own); },
+                     [=, &sum, &sum_of_products](float(&out)[ACCESS], const Access& value) {
+                       const auto& [mean, inverse_deviation] = moments.rows;
+                       float input[ACCESS];
+                       to_floats(input, value);
 #pragma unroll
-            for (int i = 0; i < ACCESS; ++i) {
-              sum[i] += out[i];
-              sum_of_products[i] += out[i] * (input[i] - mean[i]) * inverse_deviation[i];
-            }
-          }};
+                       for (int i = 0; i < ACCESS; ++i) {
+                         sum[i] += out[i];
+                         sum_of_products[i] += out[i] * (input[i] - mean[i]) * inverse_deviation[i];
+                       }
+                     }};
+      };
     });
     sums.add(sum, sum_of_products);
   } else {
-    copy_out<VALUE>(arguments.d_values, lines, tiles.d_values(), unchanged());
+    copy_out<VALUE>(arguments.d_values, lines, tiles.d_values());
   }
-  if constexpr (CONTENT_KEYS) copy_out<KEY>(arguments.d_keys, lines, tiles.keys, unchanged());
+  if constexpr (CONTENT_KEYS) copy_out<KEY>(arguments.d_keys, lines, tiles.keys);
 }

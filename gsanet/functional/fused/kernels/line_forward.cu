@@ -294,22 +294,25 @@ DEVICE void copy_out_pooled(const Map& map, const Lines& lines, QueryTile tile, 
   constexpr int ALONG_LINE = 2 / TOGETHER, COUNT = 2 * ALONG_LINE;
   const Lines pooled = lines.pooled();
   Accesses<VALUE, LINES / 2, LENGTH / 2>::visit([&](int head, int channel) {
-    auto changes = change(head, channel);
-    return Moves{[](int, int) { return Nothing{}; },
-                 [=, &map, &pooled, &lines](Nothing, int slot, int pixel) {
-                   if (!lines.exists(2 * slot)) return;
-                   float mean[ACCESS] = {};
+    return [&, head, channel, along = change(head, channel)](int slot) {
+      const auto changes = along(slot);
+      const auto to = pooled.start(map, slot, VALUE);
+      return Moves{[](int) { return Nothing{}; },
+                   [=, &lines](Nothing, int pixel) {
+                     if (!lines.exists(2 * slot)) return;
+                     float mean[ACCESS] = {};
 #pragma unroll
-                   for (int i = 0; i < COUNT; ++i) {
-                     float values[ACCESS];
-                     to_floats(values, read_access(tile.at(2 * slot + i / ALONG_LINE, ALONG_LINE * pixel + i % ALONG_LINE, head) +
-                                                   channel));
+                     for (int i = 0; i < COUNT; ++i) {
+                       const int of_two = ALONG_LINE * pixel + i % ALONG_LINE;
+                       float values[ACCESS];
+                       to_floats(values, read_access(tile.at(2 * slot + i / ALONG_LINE, of_two, head) + channel));
 #pragma unroll
-                     for (int j = 0; j < ACCESS; ++j) mean[j] += values[j] * (1.f / COUNT);
-                   }
-                   changes.write(mean, Nothing{}, slot, pixel);
-                   write_access(pooled.start(map, slot, pixel, VALUE) + head * VALUE + channel, mean);
-                 }};
+                       for (int j = 0; j < ACCESS; ++j) mean[j] += values[j] * (1.f / COUNT);
+                     }
+                     changes.write(mean, Nothing{});
+                     write_access(to(pixel) + head * VALUE + channel, mean);
+                   }};
+    };
   });
 }
 
@@ -339,28 +342,30 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
   // What happens to an output on its way.
   auto finish = [&](int head, int channel) {
     const int own = first_channel + head * VALUE + channel;
-    auto change = [=, &arguments, &sum, &sum_of_squares](float(&out)[ACCESS], Nothing, int, int) {
-      if constexpr (FINISH) {
-        float scale[ACCESS], shift[ACCESS];
-        load_floats(scale, arguments.finish + own);
-        load_floats(shift, arguments.finish + channels + own);
+    return [=, &arguments, &sum, &sum_of_squares](int) {
+      auto change = [=, &arguments, &sum, &sum_of_squares](float(&out)[ACCESS], Nothing) {
+        if constexpr (FINISH) {
+          float scale[ACCESS], shift[ACCESS];
+          load_floats(scale, arguments.finish + own);
+          load_floats(shift, arguments.finish + channels + own);
 #pragma unroll
-        for (int i = 0; i < ACCESS; ++i) {
-          out[i] = out[i] * scale[i] + shift[i];
-          out[i] = out[i] < 0.f ? 0.f : out[i];  // a NaN stays one
+          for (int i = 0; i < ACCESS; ++i) {
+            out[i] = out[i] * scale[i] + shift[i];
+            out[i] = out[i] < 0.f ? 0.f : out[i];  // a NaN stays one
+          }
         }
-      }
-      if constexpr (STATISTICS) {
-        float centre[ACCESS];
-        load_floats(centre, arguments.centre + own);
+        if constexpr (STATISTICS) {
+          float centre[ACCESS];
+          load_floats(centre, arguments.centre + own);
 #pragma unroll
-        for (int i = 0; i < ACCESS; ++i) {
-          const float distance = out[i] - centre[i];
-          sum[i] += distance, sum_of_squares[i] += distance * distance;
+          for (int i = 0; i < ACCESS; ++i) {
+            const float distance = out[i] - centre[i];
+            sum[i] += distance, sum_of_squares[i] += distance * distance;
+          }
         }
-      }
+      };
+      return Moves{[](const T*, int) { return Nothing{}; }, change};
     };
-    return Moves{[](const T*, int, int) { return Nothing{}; }, change};
   };
 
   const int items = count_items(arguments.total_lines, arguments.lines_per_image);
@@ -405,7 +410,7 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
     if constexpr (POOL)
       copy_out_pooled(arguments.out, lines, queries, finish);
     else
-      copy_out<VALUE>(arguments.out, lines, queries, finish);
+      copy_out<VALUE, FINISH>(arguments.out, lines, queries, finish);
     block_barrier();
     if constexpr (KEY < QUERY_WIDTH) {  // a bad image leaves more than zeros in the padding
       fill_with_zeros(shared, VALUE_TILE);

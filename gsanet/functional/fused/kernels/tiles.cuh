@@ -100,12 +100,13 @@ struct Lines {
     }
   }
 
-  // Where channel 0 of the block's first head begins, of a pixel.
-  DEVICE T* start(const Map& map, int slot, int pixel, int width) const {
+  // Where the pixels of a line begin, at channel 0 of the block's first head.
+  DEVICE auto start(const Map& map, int slot, int width) const {
     int image, line;
     find(slot, image, line);
-    return static_cast<T*>(map.data) + image * map.batch + static_cast<long long>(line) * map.line +
-           static_cast<long long>(pixel) * map.pixel + first_head * width;
+    T* const first_pixel =
+        static_cast<T*>(map.data) + image * map.batch + static_cast<long long>(line) * map.line + first_head * width;
+    return [first_pixel, &map](int pixel) { return first_pixel + static_cast<long long>(pixel) * map.pixel; };
   }
 
   // The number of a pair's image and head among those of the whole batch.
@@ -135,8 +136,9 @@ struct Piece : Lines {
   DEVICE bool exists(int slot, int pixel) const { return exists(slot) && begin + pixel < length; }
 
   // Of a pixel that does not exist, where the first one begins.
-  DEVICE T* start(const Map& map, int slot, int pixel, int width) const {
-    return Lines::start(map, slot, begin + pixel < length ? begin + pixel : begin, width);
+  DEVICE auto start(const Map& map, int slot, int width) const {
+    const auto whole = Lines::start(map, slot, width);
+    return [whole, this](int pixel) { return whole(begin + pixel < length ? begin + pixel : begin); };
   }
 
   // Pieces begin at an even pixel.
@@ -224,21 +226,41 @@ DEVICE void to_floats(float (&values)[ACCESS], const Access& access) {
   }
 }
 
+template <class S = T>
+DEVICE Access to_access(const float (&values)[ACCESS]) {
+  Access access;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Access) / 4); ++i) {
+    if constexpr (!VECTOR || IS_FLOAT<S>)
+      access.words[i] = float_bits(values[i]);
+    else
+      access.words[i] = pack<S>(values[2 * i], values[2 * i + 1]);
+  }
+  return access;
+}
+
+template <class S>
+DEVICE void write_access(S* to, const Access& access) {
+  if constexpr (VECTOR) {
+    Words words;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words.words[i] = access.words[i];
+    *reinterpret_cast<Words*>(to) = words;
+  } else {
+    *to = to_scalar<S>(bits_float(access.words[0]));
+  }
+}
+
 template <class S>
 DEVICE void write_access(S* to, const float (&values)[ACCESS]) {
-  if constexpr (!VECTOR) {
-    *to = to_scalar<S>(values[0]);
-  } else {
-    Words access;
+  write_access(to, to_access<S>(values));
+}
+
+// The access, or zeros.
+DEVICE Access only_if(bool there, Access access) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (IS_FLOAT<S>)
-        access.words[i] = float_bits(values[i]);
-      else
-        access.words[i] = pack<S>(values[2 * i], values[2 * i + 1]);
-    }
-    *reinterpret_cast<Words*>(to) = access;
-  }
+  for (Word& word : access.words) word = there ? word : 0;
+  return access;
 }
 
 // `from` is a multiple of 16 bytes if accesses are.
@@ -255,7 +277,7 @@ DEVICE void load_floats(float (&values)[ACCESS], const float* from) {
   }
 }
 
-// Two functions of a place: what is read there, and what is done with it.
+// Two functions of a pixel: what is read there, and what is done with it.
 template <class Read, class Write>
 struct Moves {
   Read read;
@@ -264,37 +286,57 @@ struct Moves {
 template <class Read, class Write>
 Moves(Read, Write) -> Moves<Read, Write>;
 
-// How the threads share the pixels of a tile: each has its own channels, and neighbours move neighbouring channels.
+// How the threads share the pixels of a tile: each has its own channels, and neighbours move neighbouring channels. A thread
+// goes along each of its lines in steps of AT_ONCE pixels: what an address owes to the line is worked out once for all of them.
 template <int WIDTH, int SLOT_COUNT = LINES, int PIXEL_COUNT = LENGTH>
 struct Accesses {
   static constexpr int PER_HEAD = WIDTH / ACCESS;
   static constexpr int PER_PIXEL = HEADS * PER_HEAD;
-  static constexpr int PIXELS = PER_PIXEL < THREADS ? THREADS / PER_PIXEL : 1;  // moved at once
-  static constexpr int COUNT = SLOT_COUNT * PIXEL_COUNT;
-  static constexpr int ROUNDS = (COUNT + PIXELS - 1) / PIXELS;
+  static constexpr int PIXELS = PER_PIXEL < THREADS ? THREADS / PER_PIXEL : 1;  // moved at once, of
+  static constexpr int SLOTS = PIXELS < 2 * PIXEL_COUNT      ? 1                // so many lines
+                               : PIXELS / PIXEL_COUNT < SLOT_COUNT ? PIXELS / PIXEL_COUNT
+                                                                   : SLOT_COUNT;
+  static constexpr int AT_ONCE = PIXELS / SLOTS;
+  static constexpr int ROUNDS = (PIXEL_COUNT + AT_ONCE - 1) / AT_ONCE;  // of one line
+  static constexpr int TURNS = (SLOT_COUNT + SLOTS - 1) / SLOTS;        // of lines
 
-  // begin(head, channel) gives Moves: read(slot, pixel), and write(what was read, slot, pixel).
+  // begin(head, channel) gives a function that begins a line: along(slot) gives Moves, read(pixel) and write(what was
+  // read, pixel).
   template <class Begin>
   static DEVICE void visit(Begin begin) {
     const int thread = anew(thread_index());
     const int first = PER_PIXEL < THREADS ? thread / PER_PIXEL : 0;
-    if (first >= PIXELS) return;
+    if (first >= SLOTS * AT_ONCE) return;
+    const int first_slot = SLOTS > 1 ? first / AT_ONCE : 0, first_pixel = SLOTS > 1 ? first % AT_ONCE : first;
     for (int access = PER_PIXEL < THREADS ? thread % PER_PIXEL : thread; access < PER_PIXEL; access += THREADS) {
-      auto moves = begin(access / PER_HEAD, access % PER_HEAD * ACCESS);
-      using Found = decltype(moves.read(0, 0));
+      auto along = begin(access / PER_HEAD, access % PER_HEAD * ACCESS);
+      using Found = decltype(along(0).read(0));
       // So many are read before the first is written, and their waits overlap.
       constexpr int MOST = sizeof(Found) > 16 ? 2 : 4, BATCH = ROUNDS < MOST ? ROUNDS : MOST;
+      constexpr int LINE_BATCH = MOST / BATCH < TURNS ? MOST / BATCH : TURNS;
 #pragma unroll 1
-      for (int round = 0; round < ROUNDS; round += BATCH) {
-        Found found[BATCH];
+      for (int turn = 0; turn < TURNS; turn += LINE_BATCH)
+#pragma unroll 1
+        for (int round = 0; round < ROUNDS; round += BATCH) {
+          Found found[LINE_BATCH][BATCH];
+          auto each = [&](auto move) {
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-          if (const int row = first + (round + i) * PIXELS; row < COUNT) found[i] = moves.read(row / PIXEL_COUNT, row % PIXEL_COUNT);
+            for (int i = 0; i < LINE_BATCH; ++i) {
+              const int slot = first_slot + (turn + i) * SLOTS;
+              if (TURNS * SLOTS > SLOT_COUNT || TURNS % LINE_BATCH)
+                if (slot >= SLOT_COUNT) break;
+              const auto moves = along(slot);
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-          if (const int row = first + (round + i) * PIXELS; row < COUNT)
-            moves.write(found[i], row / PIXEL_COUNT, row % PIXEL_COUNT);
-      }
+              for (int j = 0; j < BATCH; ++j) {
+                const int pixel = first_pixel + (round + j) * AT_ONCE;
+                if ((ROUNDS * AT_ONCE == PIXEL_COUNT && ROUNDS % BATCH == 0) || pixel < PIXEL_COUNT)
+                  move(moves, found[i][j], pixel);
+              }
+            }
+          };
+          each([](const auto& moves, Found& one, int pixel) { one = moves.read(pixel); });
+          each([](const auto& moves, Found& one, int pixel) { moves.write(one, pixel); });
+        }
     }
   }
 };
@@ -303,43 +345,49 @@ struct Accesses {
 template <int WIDTH, class TileType, class LinesType>
 DEVICE void copy_in(TileType tile, const Map& map, const LinesType& lines) {
   Accesses<WIDTH>::visit([&](int head, int channel) {
-    auto from = [&, head, channel](int slot, int pixel) { return lines.start(map, slot, pixel, WIDTH) + head * WIDTH + channel; };
-    auto to = [&, head, channel](int slot, int pixel) { return tile.at(slot, pixel, head) + channel; };
-    if constexpr (VECTOR)
-      return Moves{[=, &lines](int slot, int pixel) {
-                     copy_async(to(slot, pixel), from(slot, pixel), lines.exists(slot, pixel));
-                     return 0;
-                   },
-                   [](int, int, int) {}};
-    else
-      return Moves{[=](int slot, int pixel) { return *from(slot, pixel); },
-                   [=, &lines](T value, int slot, int pixel) { *to(slot, pixel) = lines.exists(slot, pixel) ? value : T{}; }};
+    return [&, head, channel](int slot) {
+      const auto line = lines.start(map, slot, WIDTH);
+      auto from = [=](int pixel) { return line(pixel) + head * WIDTH + channel; };
+      auto to = [=](int pixel) { return tile.at(slot, pixel, head) + channel; };
+      if constexpr (VECTOR)
+        return Moves{[=, &lines](int pixel) {
+                       copy_async(to(pixel), from(pixel), lines.exists(slot, pixel));
+                       return 0;
+                     },
+                     [](int, int) {}};
+      else
+        return Moves{[=](int pixel) { return *from(pixel); },
+                     [=, &lines](T value, int pixel) { *to(pixel) = lines.exists(slot, pixel) ? value : T{}; }};
+    };
   });
 }
 
-// The same with a change on the way: change(head, channel) gives Moves of its own, from (slot, pixel) to what else is
-// read, and then a function of (values, what else was read, slot, pixel).
+// What was read of a pixel, and what else.
+template <class Other>
+struct WithOther {
+  Access access;
+  Other other;
+};
+
+// The same with a change on the way: change(head, channel)(slot) gives Moves of its own, from a pixel to what else is read,
+// and then a function of (values, what else was read).
 template <int WIDTH, class TileType, class LinesType, class Change>
 DEVICE void copy_in(TileType tile, const Map& map, const LinesType& lines, Change change) {
   Accesses<WIDTH>::visit([&](int head, int channel) {
-    auto changes = change(head, channel);
-    using Other = decltype(changes.read(0, 0));
-    struct Found {
-      Access access;
-      Other other;
+    return [&, head, channel, along = change(head, channel)](int slot) {
+      const auto changes = along(slot);
+      const auto from = lines.start(map, slot, WIDTH);
+      using Found = WithOther<decltype(changes.read(0))>;
+      return Moves{[=](int pixel) {
+                     return Found{read_access(from(pixel) + head * WIDTH + channel), changes.read(pixel)};
+                   },
+                   [=, &lines](const Found& found, int pixel) {
+                     float values[ACCESS];
+                     to_floats(values, found.access);
+                     changes.write(values, found.other);
+                     write_access(tile.at(slot, pixel, head) + channel, only_if(lines.exists(slot, pixel), to_access(values)));
+                   }};
     };
-    return Moves{[=, &map, &lines](int slot, int pixel) {
-                   return Found{read_access(lines.start(map, slot, pixel, WIDTH) + head * WIDTH + channel),
-                                changes.read(slot, pixel)};
-                 },
-                 [=, &lines](const Found& found, int slot, int pixel) {
-                   float values[ACCESS];
-                   to_floats(values, found.access);
-                   changes.write(values, found.other, slot, pixel);
-#pragma unroll
-                   for (int i = 0; i < ACCESS; ++i) values[i] = lines.exists(slot, pixel) ? values[i] : 0.f;
-                   write_access(tile.at(slot, pixel, head) + channel, values);
-                 }};
   });
 }
 
@@ -350,66 +398,82 @@ DEVICE void copy_in_pooled(TileType tile, const Map& map, const LinesType& lines
   constexpr int SHARE = EACH ? 2 : 1, SIDE = 2 / SHARE;  // places of a group, and pixels of a place, in each direction
   const LinesType pooled = lines.pooled();
   Accesses<WIDTH, LINES / SIDE, LENGTH / SIDE>::visit([&](int head, int channel) {
-    return Moves{[=, &map, &pooled](int slot, int pixel) {
-                   return read_access(pooled.start(map, slot / SHARE, pixel / SHARE, WIDTH) + head * WIDTH + channel);
-                 },
-                 [=, &lines](const Access& access, int slot, int pixel) {
-                   float values[ACCESS];
-                   to_floats(values, access);
-                   const bool exists = lines.exists(slot * SIDE, pixel * SIDE);
+    return [&, head, channel](int slot) {
+      const auto from = pooled.start(map, slot / SHARE, WIDTH);
+      return Moves{[=](int pixel) { return read_access(from(pixel / SHARE) + head * WIDTH + channel); },
+                   [=, &lines](const Access& access, int pixel) {
+                     float values[ACCESS];
+                     to_floats(values, access);
 #pragma unroll
-                   for (int i = 0; i < ACCESS; ++i) values[i] = exists ? 0.25f * values[i] : 0.f;
-                   write_access(tile.at(slot, pixel, head) + channel, values);
-                 }};
+                     for (float& value : values) value *= 0.25f;
+                     const bool exists = lines.exists(slot * SIDE, pixel * SIDE);
+                     write_access(tile.at(slot, pixel, head) + channel, only_if(exists, to_access(values)));
+                   }};
+    };
   });
 }
 
-// From shared to global memory, the lines that exist; change as in `copy_in`, its first function given where it goes.
-template <int WIDTH, class LinesType, class TileType, class Change>
+// From shared to global memory as it is, the lines that exist.
+template <int WIDTH, class LinesType, class TileType>
+DEVICE void copy_out(const Map& map, const LinesType& lines, TileType tile) {
+  Accesses<WIDTH>::visit([&](int head, int channel) {
+    return [&, head, channel](int slot) {
+      const auto to = lines.start(map, slot, WIDTH);
+      return Moves{[=](int pixel) { return read_access(tile.at(slot, pixel, head) + channel); },
+                   [=, &lines](const Access& access, int pixel) {
+                     if (lines.exists(slot, pixel)) write_access(to(pixel) + head * WIDTH + channel, access);
+                   }};
+    };
+  });
+}
+
+// The same with a change as in `copy_in`, its first function given where it goes. Unless it is CHANGED, what goes out is what
+// was there, and the second function just sees it.
+template <int WIDTH, bool CHANGED, class LinesType, class TileType, class Change>
 DEVICE void copy_out(const Map& map, const LinesType& lines, TileType tile, Change change) {
   Accesses<WIDTH>::visit([&](int head, int channel) {
-    auto changes = change(head, channel);
-    auto to = [=, &map, &lines](int slot, int pixel) { return lines.start(map, slot, pixel, WIDTH) + head * WIDTH + channel; };
-    using Other = decltype(changes.read(static_cast<const T*>(nullptr), 0, 0));
-    struct Found {
-      Access access;
-      Other other;
+    return [&, head, channel, along = change(head, channel)](int slot) {
+      const auto changes = along(slot);
+      const auto line = lines.start(map, slot, WIDTH);
+      auto to = [=](int pixel) { return line(pixel) + head * WIDTH + channel; };
+      using Found = WithOther<decltype(changes.read(static_cast<const T*>(nullptr), 0))>;
+      return Moves{[=](int pixel) {
+                     return Found{read_access(tile.at(slot, pixel, head) + channel), changes.read(to(pixel), pixel)};
+                   },
+                   [=, &lines](const Found& found, int pixel) {
+                     if (!lines.exists(slot, pixel)) return;
+                     float values[ACCESS];
+                     to_floats(values, found.access);
+                     changes.write(values, found.other);
+                     write_access(to(pixel), CHANGED ? to_access(values) : found.access);
+                   }};
     };
-    return Moves{[=](int slot, int pixel) {
-                   return Found{read_access(tile.at(slot, pixel, head) + channel), changes.read(to(slot, pixel), slot, pixel)};
-                 },
-                 [=, &lines](const Found& found, int slot, int pixel) {
-                   if (!lines.exists(slot, pixel)) return;
-                   float values[ACCESS];
-                   to_floats(values, found.access);
-                   changes.write(values, found.other, slot, pixel);
-                   write_access(to(slot, pixel), values);
-                 }};
   });
 }
 
 struct Nothing {};
 
-// No change on the way out.
-DEVICE auto unchanged() {
-  return [](int, int) {
-    return Moves{[](const T*, int, int) { return Nothing{}; }, [](float(&)[ACCESS], Nothing, int, int) {}};
-  };
-}
+// A thread's channels of COUNT rows of numbers, one for each channel of the map, read once for all its pixels.
+template <int COUNT>
+struct OfChannels {
+  float rows[COUNT][ACCESS];
 
-// A change of values by their channel: (2, channels) floats, scale and shift. They are read where they are used: registers
-// are scarcer than reads of what all blocks read.
+  DEVICE OfChannels(const float* first, int channels) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) load_floats(rows[i], first + i * channels);
+  }
+};
+
+// A change of values by their channel: (2, channels) floats, scale and shift.
 DEVICE auto scale_and_shift(const float* scales, int channels, int width) {
   return [=](int head, int channel) {
-    const float* own = scales + head * width + channel;
-    return Moves{[](int, int) { return Nothing{}; },
-                 [=](float(&values)[ACCESS], Nothing, int, int) {
-                   float scale[ACCESS], shift[ACCESS];
-                   load_floats(scale, own);
-                   load_floats(shift, own + channels);
+    return [own = OfChannels<2>(scales + head * width + channel, channels)](int) {
+      return Moves{[](int) { return Nothing{}; },
+                   [own](float(&values)[ACCESS], Nothing) {
 #pragma unroll
-                   for (int i = 0; i < ACCESS; ++i) values[i] = values[i] * scale[i] + shift[i];
-                 }};
+                     for (int i = 0; i < ACCESS; ++i) values[i] = values[i] * own.rows[0][i] + own.rows[1][i];
+                   }};
+    };
   };
 }
 
