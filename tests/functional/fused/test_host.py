@@ -199,6 +199,23 @@ def test_fragments(entry, dtype, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
+    ("entry", "dtype"),
+    [("bf16_rows", torch.bfloat16), ("f16_rows", torch.float16), ("float_rows", torch.float32)],
+)
+def test_rows_of_products_are_stored(entry, dtype, order):
+    tiles, stride = 7, 72
+    sums = torch.randn(16, 8 * tiles, generator=torch.Generator().manual_seed(0))
+    stored = torch.full((tiles, 2, 2, 16, stride), 5.0, dtype=dtype)  # rows, then the way
+    run("fragments.cu", entry, 1, 32, 16 * stride * dtype.itemsize, fenced(sums), stored, order=order)
+    expected = torch.zeros_like(stored)
+    for count in range(1, tiles + 1):
+        expected[count - 1, 0, :, :, : 8 * count] = sums[:, : 8 * count].to(dtype)
+        expected[count - 1, 1, :, :8, : 8 * count] = sums[:8, : 8 * count].to(dtype)
+    assert torch.equal(stored, expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
     ("how", "message"),
     [
         (1, "warp . diverged: .* (warp_barrier|shuffle_xor) at mistakes.cu:"),

@@ -262,7 +262,7 @@ DEVICE void load_lines(const Tiles& tiles, const LinesType& lines, const Argumen
                        float input[ACCESS];
                        to_floats(input, read);
 #pragma unroll
-                       for (int i = 0; i < ACCESS; ++i) d_out[i] = a[i] * d_out[i] + b[i] * input[i] + c[i];
+                       for (int i = 0; i < ACCESS; ++i) d_out[i] = a[i] * d_out[i] + (b[i] * input[i] + c[i]);
                      }};
       };
     });

@@ -123,6 +123,28 @@ DEVICE void load_matrices(Word (&words)[COUNT], const void* row) {
   }
 }
 
+// The way back of what is not transposed, for machines that can: others have MATRICES_ARE_STORED false.
+#if __CUDA_ARCH__ >= 900
+constexpr bool MATRICES_ARE_STORED = true;
+#else
+constexpr bool MATRICES_ARE_STORED = false;
+#endif
+
+template <int COUNT>
+DEVICE void store_matrices(void* row, const Word (&words)[COUNT]) {
+#if __CUDA_ARCH__ >= 900
+  const Word address = static_cast<Word>(__cvta_generic_to_shared(row));
+  if constexpr (COUNT == 4)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+  else if constexpr (COUNT == 2)
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};"
+                 ::"r"(address), "r"(words[0]), "r"(words[1]) : "memory");
+  else
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" ::"r"(address), "r"(words[0]) : "memory");
+#endif
+}
+
 // A matrix of 8 x 8 16-bit scalars in registers, lane l with the elements (l / 4, 2 (l % 4)) and the next one, with rows and
 // columns swapped.
 DEVICE Word turn_matrix(Word word) {

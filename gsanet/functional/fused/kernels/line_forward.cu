@@ -342,6 +342,8 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
   // What happens to an output on its way.
   auto finish = [&](int head, int channel) {
     const int own = first_channel + head * VALUE + channel;
+    float centre[ACCESS];
+    if constexpr (STATISTICS && IN_REGISTERS) load_floats(centre, arguments.centre + own);
     return [=, &arguments, &sum, &sum_of_squares](int) {
       auto change = [=, &arguments, &sum, &sum_of_squares](float(&out)[ACCESS], Nothing) {
         if constexpr (FINISH) {
@@ -355,11 +357,11 @@ KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
           }
         }
         if constexpr (STATISTICS) {
-          float centre[ACCESS];
-          load_floats(centre, arguments.centre + own);
+          float here[ACCESS];  // where registers are few
+          if constexpr (!IN_REGISTERS) load_floats(here, arguments.centre + own);
 #pragma unroll
           for (int i = 0; i < ACCESS; ++i) {
-            const float distance = out[i] - centre[i];
+            const float distance = out[i] - (IN_REGISTERS ? centre : here)[i];
             sum[i] += distance, sum_of_squares[i] += distance * distance;
           }
         }

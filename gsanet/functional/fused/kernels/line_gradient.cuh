@@ -84,6 +84,7 @@ DEVICE void differentiate_pair(ValueSums& d_values, T* scores, ValueTile values,
 #pragma unroll
     for (int i = 0; i < SCORE_EIGHTS; ++i) multiply(sums[i], left[step], right[i]);
   }
+  if constexpr (!BUNDLED) return store_rows<16, T>(sums, [&](int slot) { return scores_of(scores, slot, pair); });
 #pragma unroll
   for (int i = 0; i < SCORE_EIGHTS; ++i) {
     const int other = i * 8 + column;
@@ -169,6 +170,7 @@ DEVICE void differentiate_queries(QueryTile queries, T* scores, int slot, int x,
     }
   }
   warp_barrier();  // Q_x has been read
+  if constexpr (FULL_ROWS) return store_rows<PAIRS, T>(sums, [&](int pair) { return queries_of(queries, pair, x); });
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
 #pragma unroll
   for (int tile = 0; tile < QUERY_TILES; ++tile) {

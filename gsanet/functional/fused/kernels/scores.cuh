@@ -108,7 +108,11 @@ DEVICE void load_queries(Left<T, QUERY_DEPTH> (&query)[QUERY_STEPS], QueryTile q
     query[step] = load_left<T, QUERY_DEPTH>([&](int row) { return queries_of(queries, row, x) + step * QUERY_DEPTH; });
 }
 
+// Whether a product's upper half, or all of it, is pairs that exist, and nothing else.
+constexpr bool FULL_ROWS = !BUNDLED && (PAIRS == 8 || PAIRS == 16);
+
 DEVICE void store_scores(T* scores, int slot, const float (&sums)[SCORE_TILES][4]) {
+  if constexpr (FULL_ROWS) return store_rows<PAIRS, T>(sums, [&](int pair) { return scores_of(scores, slot, pair); });
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
 #pragma unroll
   for (int tile = 0; tile < SCORE_TILES; ++tile) {

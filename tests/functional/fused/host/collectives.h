@@ -19,6 +19,13 @@ void share_matrices(Warp& warp) {
   }
 }
 
+// Into the rows that lanes then write themselves.
+template <int COUNT>
+void gather_rows(Warp& warp) {
+  for (int l = 0; l < LANES; ++l)
+    for (int m = 0; m < COUNT; ++m) memcpy(warp.rows[8 * m + l / 4] + l % 4 * 4, &warp.words[l][m], 4);
+}
+
 inline void turn(Warp& warp) {
   const auto element = [&](int row, int column) { return warp.words[row * 4 + column / 2][0] >> 16 * (column % 2) & 0xffff; };
   for (int l = 0; l < LANES; ++l)

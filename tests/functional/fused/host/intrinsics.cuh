@@ -97,6 +97,7 @@ struct Sums {
 enum Product { BF16_8, BF16_16, F16_8, F16_16, TF32_8 };
 
 Words load_matrices(int count, bool transposed, const void* row, const char* file, int line);
+void store_matrices(int count, void* row, Words words, const char* file, int line);
 Sums multiply(Product product, Sums sums, Words left, uint2 right, const char* file, int line);
 void wait_for_groups(size_t left);
 
@@ -109,6 +110,17 @@ DEVICE void load_matrices(Word (&words)[COUNT], const void* row, HOST_SITE) {
   static_assert(COUNT == 1 || COUNT == 2 || COUNT == 4, "the instruction loads 1, 2 or 4 matrices");
   const host::Words loaded = host::load_matrices(COUNT, TRANSPOSED, row, file, line);
   __builtin_memcpy(words, &loaded, sizeof words);
+}
+
+// The way back of what is not transposed.
+constexpr bool MATRICES_ARE_STORED = true;
+
+template <int COUNT>
+DEVICE void store_matrices(void* row, const Word (&words)[COUNT], HOST_SITE) {
+  static_assert(COUNT == 1 || COUNT == 2 || COUNT == 4, "the instruction stores 1, 2 or 4 matrices");
+  host::Words stored = {};
+  __builtin_memcpy(&stored, words, sizeof words);
+  host::store_matrices(COUNT, row, stored, file, line);
 }
 
 // A matrix of 8 x 8 16-bit scalars in registers, lane l with the elements (l / 4, 2 (l % 4)) and the next one, with rows and

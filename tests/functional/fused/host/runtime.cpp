@@ -46,6 +46,19 @@ Words load_matrices(int count, bool transposed, const void* row, const char* fil
   return words;
 }
 
+void store_matrices(int count, void* row, Words words, const char* file, int line) {
+  Thread& lane = current();
+  Warp& warp = *lane.warp;
+  memcpy(warp.words[lane.lane], &words, sizeof words);
+  constexpr const char* names[3] = {"store_matrices<1>", "store_matrices<2>", "store_matrices<4>"};
+  constexpr void (*works[3])(Warp&) = {gather_rows<1>, gather_rows<2>, gather_rows<4>};
+  meet({names[count / 2], file, line}, works[count / 2]);
+  if (lane.lane >= 8 * count) return;  // others' addresses are not used
+  check_shared(row, "store_matrices");
+  note(row, 16, true);
+  memcpy(row, warp.rows[lane.lane], 16);
+}
+
 Sums multiply(Product product, Sums sums, Words left, uint2 right, const char* file, int line) {
   constexpr const char* names[5] = {"multiply_add<bf16>", "multiply_add<bf16>", "multiply_add<f16>", "multiply_add<f16>",
                                     "multiply_add_tf32"};

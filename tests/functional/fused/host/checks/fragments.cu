@@ -73,7 +73,42 @@ DEVICE void products(const Arguments& arguments, unsigned char* memory) {
   }
 }
 
+// What products leave, stored row by row: 1 to TILES of them, of 8 and of 16 rows, with the instruction for matrices and without.
+struct StoreArguments {
+  const float* sums;  // 16 x 8 TILES
+  void* stored;       // (tiles, rows, way) x 16 x STRIDE
+};
+
+constexpr int TILES = 7;
+
+template <class T, int COUNT>
+DEVICE void store_tiles(const StoreArguments& arguments, unsigned char* memory) {
+  constexpr int STRIDE = 8 * (TILES + TILES % 2 + 1);  // an odd number of 16 bytes
+  const int lane = lane_index();
+  float sums[COUNT][4];
+  for (int i = 0; i < COUNT * 4; ++i)
+    sums[i / 4][i % 4] = arguments.sums[(lane / 4 + i % 4 / 2 * 8) * 8 * TILES + i / 4 * 8 + lane % 4 * 2 + i % 2];
+  T* to = reinterpret_cast<T*>(memory);
+  T* stored = static_cast<T*>(arguments.stored) + (COUNT - 1) * 4 * 16 * STRIDE;
+  for (int way = 0; way < 4; ++way) {
+    for (int i = lane; i < 16 * STRIDE; i += 32) to[i] = T{};
+    warp_barrier();
+    const auto row = [&](int r) { return to + r * STRIDE; };
+    if (way == 0) store_rows<16, T, true>(sums, row);
+    if (way == 1) store_rows<16, T, false>(sums, row);
+    if (way == 2) store_rows<8, T, true>(sums, row);
+    if (way == 3) store_rows<8, T, false>(sums, row);
+    warp_barrier();
+    for (int i = lane; i < 16 * STRIDE; i += 32) stored[way * 16 * STRIDE + i] = to[i];
+    warp_barrier();
+  }
+  if constexpr (COUNT < TILES) store_tiles<T, COUNT + 1>(arguments, memory);
+}
+
 // clang-format off
+KERNEL(32, 1) bf16_rows(StoreArguments arguments) { SHARED_MEMORY(memory); store_tiles<bf16, 1>(arguments, memory); }
+KERNEL(32, 1) f16_rows(StoreArguments arguments) { SHARED_MEMORY(memory); store_tiles<f16, 1>(arguments, memory); }
+KERNEL(32, 1) float_rows(StoreArguments arguments) { SHARED_MEMORY(memory); store_tiles<float, 1>(arguments, memory); }
 KERNEL(32, 1) bf16_8(Arguments arguments) { SHARED_MEMORY(memory); products<bf16, 8>(arguments, memory); }
 KERNEL(32, 1) bf16_16(Arguments arguments) { SHARED_MEMORY(memory); products<bf16, 16>(arguments, memory); }
 KERNEL(32, 1) f16_8(Arguments arguments) { SHARED_MEMORY(memory); products<f16, 8>(arguments, memory); }
