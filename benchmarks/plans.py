@@ -8,8 +8,8 @@
     python benchmarks/plans.py --maps-of-channels
 
 For each map and each kernel it prints the time of the plan in use, and of the faster ones among all that fit. A cut is
-heads x lines of a block, then warps of a block, then blocks on a multiprocessor. With `--registers` all kernels also
-come with scores in registers, in cuts of their own that spill little (in brackets, in bytes of a thread). With
+heads x lines of a block, then warps of a block, then blocks on a multiprocessor. With `--registers` forward kernels
+also come with scores in registers, in cuts of their own that spill little (in brackets, in bytes of a thread). With
 `--projection` it is about the projection and the context vectors instead, in two kernels or in one (`projections.py`),
 and compares their results.
 With `--products` it is about sums over pixels of products of channels (`pixel_products.py`), at the networks' shapes,
@@ -115,16 +115,17 @@ def forced(cut: Cut) -> Iterator[None]:
     with (
         mock.patch.multiple(line_plans, _cuts=share, _backward_warps=choose, _forward_warps=choose),
         mock.patch.multiple(line_plans, _bundled_cuts=share, _bundled_warps=choose),
+        mock.patch.multiple(line_plans, _in_registers=lambda *_: [], _faster=lambda *_: None),
     ):
         yield
     line_plans.plan_line.cache_clear()
 
 
-def cuts_in_registers(backward: bool, pool: bool) -> Iterator[Cut]:
-    """Cuts of kernels with scores in registers, whether they fit or not."""
+def cuts_in_registers(pool: bool) -> Iterator[Cut]:
+    """Cuts of forward kernels with scores in registers, whether they fit or not."""
     shares = [(8, 2), (4, 4), (4, 2)] if pool else [(8, 1), (8, 2), (4, 2), (4, 4)]
     for (heads, lines), warps in itertools.product(shares, (4, 8)):
-        for blocks in range(1, 5) if backward else range(2, 7 if warps == 4 else 4):
+        for blocks in range(2, 7 if warps == 4 else 4):
             yield heads, lines, warps, blocks
 
 
@@ -135,17 +136,17 @@ def forced_in_registers(cut: Cut) -> Iterator[None]:
     line_plans.plan_line.cache_clear()
     with mock.patch.multiple(
         line_plans,
-        _in_registers=lambda *_: (heads * lines, warps, blocks),
+        _in_registers=lambda *_: [(heads * lines, warps, blocks)],
         _cuts=lambda *_: [(heads, lines)],
     ):
         yield
     line_plans.plan_line.cache_clear()
 
 
-def find_in_registers(run: Run, backward: bool, pool: bool, device: torch.device) -> dict[str, Cut]:
+def find_in_registers(run: Run, pool: bool, device: torch.device) -> dict[str, Cut]:
     """The cuts with scores in registers that fit a call, and spill little."""
     found: dict[Cut, Launch] = {}
-    for cut in cuts_in_registers(backward, pool):
+    for cut in cuts_in_registers(pool):
         with forced_in_registers(cut):
             launch = planned(run)
         wanted = dict(zip(("HEADS", "LINES", "WARPS", "BLOCKS", "IN_REGISTERS"), (*cut, 1), strict=True))
@@ -184,7 +185,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--pool", action="store_true", help="the module averages 2 x 2 pixels")
     parser.add_argument("--show", type=int, default=3, help="so many of the fastest; 0: only the plan in use")
-    parser.add_argument("--registers", action="store_true", help="kernels with scores in registers too")
+    parser.add_argument("--registers", action="store_true", help="forward kernels with scores in registers too")
     parser.add_argument("--projection", action="store_true", help="the projection, for 64 and 128 channels")
     parser.add_argument("--products", action="store_true", help="sums over pixels of products of channels")
     parser.add_argument("--gradients", action="store_true", help="both gradients of a projection of 64 channels")
@@ -216,9 +217,8 @@ def main() -> None:
             for cut in found:
                 heads, lines, warps, blocks = cut
                 runs[f"{heads} x {lines}, {warps} warps, {blocks} blocks"] = Graphed(partial(run_with, cut, run))
-            if options.registers and name in LINES and length > 8:
-                pooled = options.pool and not name.startswith("column")
-                for words, cut in find_in_registers(run, "gradient" in name, pooled, device).items():
+            if options.registers and name in ("column", "row", "line") and length > 8:
+                for words, cut in find_in_registers(run, options.pool and name != "column", device).items():
                     runs[words] = Graphed(partial(run_in_registers, cut, run))
             times = milliseconds(runs, "cuda", 0.02, lambda side, error: print(f"  {side}: {one_line(error)}"))
             first = times.pop("as planned")

@@ -10,12 +10,11 @@ from gsanet.functional.fused.plan import projection as plans
 
 # A module of fewer channels projects q, k and v again in the backward pass: three maps less in memory, for a product
 # whose time is that of reading and writing these maps. With more channels it takes longer, and they are kept. Between
-# the two, where a kernel writes q and v alone, these can be kept, and k is projected again; from KEPT channels on, that
-# is nowhere, until it has been seen to be faster on a GPU.
+# the two, where a kernel writes q and v alone, these are kept, and k is projected again.
 KEPT = 256
-KEPT_IN_PART = 256
+KEPT_IN_PART = 128
 
-gradients_wanted = False  # whether both gradients are one kernel where that is planned; until it was seen on a GPU
+gradients_wanted = True  # whether both gradients are one kernel where that is planned
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:

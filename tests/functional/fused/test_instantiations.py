@@ -49,7 +49,7 @@ MOST_SPILLED = {"line_forward": 320, "line_backward": 1300, "line_backward_piece
 REGISTERS = 65536  # of a multiprocessor
 LINES_AND_CONTEXT = {
     "line_forward", "line_backward", "table_gradient", "context_partial", "context_combine", "context_gradient",
-    "project_with_context",
+    "project_with_context", "pixel_products",
 }  # fmt: skip
 
 

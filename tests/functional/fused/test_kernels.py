@@ -361,7 +361,7 @@ def check_module(kernels, module, dtype, batch, size, *, memory_format=torch.cha
     with kernels.running():
         found = step(module, x, d_out)
         assert "line_forward" in kernels.entries
-        assert any(entry.startswith("line_backward") for entry in kernels.entries)
+        assert kernels.entries & {"line_backward", "line_backward_pieces"}
         assert found["output"].is_contiguous(memory_format=torch.channels_last)
         assert found["output"].dtype == found["gradient of x"].dtype == dtype
         for name, value in found.items():
@@ -1212,7 +1212,8 @@ def test_few_images_on_a_large_card(kernels, stride):
             for plan in kernels.launched
             if plan.kernel.entry in ("line_forward", "context_partial")
         }
-    assert grids[1] == {"line_forward": 16, "context_partial": 2}
+    rows = 8 if stride == 1 else 16  # with scores in registers, or not
+    assert grids[1] == {"line_forward": rows, "context_partial": 2}
     assert grids[132] == {"line_forward": 2, "context_partial": 1}
 
 

@@ -1,6 +1,7 @@
 """Attention along lines with scores in registers, a pair of a line and a head by one warp: `kernels/skewed_scores.cuh`.
 
-No layer is planned so by default. Here all are, and `registers` says how they are cut: (pairs, warps, blocks).
+By default those layers are planned so that are faster for it. Here all are, and `registers` says how they are cut:
+(pairs, warps, blocks).
 """
 
 import copy
@@ -25,7 +26,7 @@ def registers(kernels, monkeypatch):
     """Kernels of this way only, cut as for a large batch; `registers(pairs, warps, blocks)` cuts otherwise."""
 
     def cut(*numbers):
-        monkeypatch.setattr(line_plans, "_in_registers", lambda shape, length, backward, features: numbers)
+        monkeypatch.setattr(line_plans, "_in_registers", lambda *_: [numbers])
         plan_line.cache_clear()
         return kernels
 
@@ -196,8 +197,33 @@ def test_float32_long_lines_and_small_batches_are_planned_as_ever(registers):
         assert dict(plan.kernel.constants)["IN_REGISTERS"] == in_registers
 
 
-def test_no_layer_is_planned_so_by_default():
-    assert not line_plans.IN_REGISTERS
+def planned_cut(architecture, length, width, **features):
+    """(pairs, warps, blocks) of a large batch, or None where scores are in shared memory."""
+    plan_line.cache_clear()
+    shape = Shape(BF16, 8, width, width, True)
+    plan = plan_line(MACHINES[architecture], shape, length, 56, 256, backward=False, **features)
+    constants = dict(plan.kernel.constants)
+    cut = (constants["HEADS"] * constants["LINES"], constants["WARPS"], constants["BLOCKS"])
+    return cut if constants["IN_REGISTERS"] else None
+
+
+def test_which_layers_are_planned_so():
+    columns, rows, pooled = {"statistics": True}, {"content": True}, {"content": True, "pool": True}
+    for length, width, features, cut in (
+        (56, 8, columns, (16, 4, 4)),
+        (32, 8, columns, (16, 4, 5)),
+        (56, 16, columns, (8, 4, 4)),  # more does not fit
+        (14, 64, columns, (8, 4, 4)),
+        (14, 128, columns, None),
+        (56, 8, rows, (8, 4, 5)),
+        (28, 16, rows, (8, 4, 5)),
+        (14, 32, rows, None),
+        (16, 16, rows, None),
+        (56, 16, pooled, (8, 4, 5)),
+        (32, 16, pooled, None),
+    ):
+        assert planned_cut("sm_90", length, width, **features) == cut, (length, width, features)
+    assert planned_cut("sm_80", 56, 32, **columns) is None  # four blocks have no room there
 
 
 COLUMNS, ROWS = {"statistics": True}, {"norm_values": True, "content": True}

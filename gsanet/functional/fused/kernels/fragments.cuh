@@ -204,14 +204,14 @@ DEVICE void store_two(T* where, float first, float second) {
   }
 }
 
-// Sums of TILES products beside each other, of ROWS (8 or 16) of their rows, as scalars; `row(r)` is where a row begins, a
+// Sums of TILES products beside each other, of HEIGHT (8 or 16) of their rows, as scalars; `row(r)` is where a row begins, a
 // multiple of 16 bytes. MATRICES: by the instruction that stores 8 x 8 of them at a time.
-template <int ROWS, class T, bool MATRICES = MATRICES_ARE_STORED, int TILES, class Row>
+template <int HEIGHT, class T, bool MATRICES = MATRICES_ARE_STORED, int TILES, class Row>
 DEVICE void store_rows(const float (&sums)[TILES][4], Row row) {
-  static_assert(ROWS == 8 || ROWS == 16, "half a product or all of it");
+  static_assert(HEIGHT == 8 || HEIGHT == 16, "half a product or all of it");
   const int lane = lane_index();
   if constexpr (MATRICES && !IS_FLOAT<T>) {
-    constexpr int HALVES = ROWS / 8, AT_ONCE = 4 / HALVES;  // tiles
+    constexpr int HALVES = HEIGHT / 8, AT_ONCE = 4 / HALVES;  // tiles
     auto store = [&](int first, auto& words) {
       constexpr int COUNT = sizeof(words) / 4;
 #pragma unroll
@@ -219,7 +219,7 @@ DEVICE void store_rows(const float (&sums)[TILES][4], Row row) {
         const auto& tile = sums[first + i / HALVES];
         words[i] = i % HALVES ? pack<T>(tile[2], tile[3]) : pack<T>(tile[0], tile[1]);
       }
-      store_matrices(row(lane % ROWS) + (first + lane / ROWS) * 8, words);
+      store_matrices(row(lane % HEIGHT) + (first + lane / HEIGHT) * 8, words);
     };
 #pragma unroll
     for (int first = 0; first + AT_ONCE <= TILES; first += AT_ONCE) {
@@ -240,7 +240,7 @@ DEVICE void store_rows(const float (&sums)[TILES][4], Row row) {
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
       store_two(row(own) + tile * 8 + column, sums[tile][0], sums[tile][1]);
-      if (ROWS == 16) store_two(row(own + 8) + tile * 8 + column, sums[tile][2], sums[tile][3]);
+      if (HEIGHT == 16) store_two(row(own + 8) + tile * 8 + column, sums[tile][2], sums[tile][3]);
     }
   }
 }

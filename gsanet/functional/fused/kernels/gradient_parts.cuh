@@ -51,12 +51,7 @@ constexpr int OWN_PAIRS = (PAIRS + WARPS - 1) / WARPS;
 constexpr int VALUE_TILES = VALUE_WIDTH / 8, QUERY_TILES = QUERY_WIDTH / 8;
 constexpr int X_DEPTH = depth_of<T>(16);  // depth of products over 16 attending pixels or 16 pairs
 
-// The sums of 16 rows of a product each, and which pixel is in which of these rows: mostly they are in order.
 using ValueSums = float[LINE_TILES][VALUE_TILES][4];
-
-struct InOrder {
-  DEVICE int operator()(int row) const { return row; }
-};
 
 constexpr int VALUE_DEPTH = depth_of<T>(VALUE_WIDTH), VALUE_STEPS = VALUE_WIDTH / VALUE_DEPTH;
 constexpr int CONTEXT_SIZE = QUERY_WIDTH * VALUE_WIDTH;  // scalars of the context vectors of an image and head
@@ -154,10 +149,8 @@ DEVICE Left<S, QUERY_DEPTH> weights_of(Left<S, QUERY_DEPTH> keys, const float* l
 }
 
 // dV += E dC' and dK = E (V dC'^T - offset), with E = exp(K - max) and dC' = dC / sum; dK takes K's place.
-template <class Pixel = InOrder>
 DEVICE void differentiate_content(ValueSums& d_values, QueryTile keys, ValueTile values, int pair, const T* d_context,
-                                  const T* d_context_turned, const float* largest, const float* offset,
-                                  Pixel pixel_of = {}) {
+                                  const T* d_context_turned, const float* largest, const float* offset) {
   const int row = lane_index() / 4, column = lane_index() % 4 * 2;
 #pragma unroll
   for (int step = 0; step < QUERY_STEPS; ++step) {
@@ -168,9 +161,8 @@ DEVICE void differentiate_content(ValueSums& d_values, QueryTile keys, ValueTile
 #pragma unroll
     for (int i = 0; i < LINE_TILES; ++i) {
       const auto weights = weights_of(
-          load_left<T, QUERY_DEPTH>(
-              [&](int member) { return keys.of_pair(pair, pixel_of(i * 16 + member)) + step * QUERY_DEPTH; }),
-          largest, step * QUERY_DEPTH);
+          load_left<T, QUERY_DEPTH>([&](int pixel) { return keys.of_pair(pair, i * 16 + pixel) + step * QUERY_DEPTH; }), largest,
+          step * QUERY_DEPTH);
 #pragma unroll
       for (int tile = 0; tile < VALUE_TILES; ++tile) multiply(d_values[i][tile], weights, right[tile]);
     }
@@ -199,26 +191,22 @@ DEVICE void differentiate_content(ValueSums& d_values, QueryTile keys, ValueTile
 }
 
 // dV of a pair goes to its tile; (row, column) is where the lane's sums begin, as the kernel has it in registers.
-template <class Pixel = InOrder>
-DEVICE void store_values(ValueTile to, const ValueSums& d_values, int pair, int row, int column, Pixel pixel_of = {}) {
+DEVICE void store_values(ValueTile to, const ValueSums& d_values, int pair, int row, int column) {
   if constexpr (TOGETHER == 2 && CONTENT_KEYS) warp_barrier();  // the values have been read
 #pragma unroll
   for (int i = 0; i < LINE_TILES; ++i)
 #pragma unroll
     for (int tile = 0; tile < VALUE_TILES; ++tile) {
-      const int number = i * 16 + row, channel = tile * 8 + column;
+      const int pixel = i * 16 + row, channel = tile * 8 + column;
       const auto& sums = d_values[i][tile];
-      if (const int pixel = pixel_of(number); pixel < END && is_pixel(pixel))
-        store_two(to.of_pair(pair, pixel) + channel, sums[0], sums[1]);
-      if (const int pixel = pixel_of(number + 8); pixel < END && is_pixel(pixel))
-        store_two(to.of_pair(pair, pixel) + channel, sums[2], sums[3]);
+      if (pixel < END && is_pixel(pixel)) store_two(to.of_pair(pair, pixel) + channel, sums[0], sums[1]);
+      if (pixel + 8 < END && is_pixel(pixel + 8)) store_two(to.of_pair(pair, pixel + 8) + channel, sums[2], sums[3]);
     }
 }
 
 // What comes after the products with scores, for one pair: content attention's part, and dV goes to its tile.
-template <class Pixel = InOrder>
 DEVICE void finish_pair(ValueSums& d_values, const Tiles& tiles, int pair, int row, int column, const Lines& lines,
-                        const Arguments& arguments, Pixel pixel_of = {}) {
+                        const Arguments& arguments) {
   const long long image_head = lines.image_head(pair, arguments.heads);
   if constexpr (CONTENT_QUERIES) {
     add_content_to_queries(tiles.queries, tiles.gradient, pair, arguments.context + image_head * CONTEXT_SIZE);
@@ -227,14 +215,8 @@ DEVICE void finish_pair(ValueSums& d_values, const Tiles& tiles, int pair, int r
   if constexpr (CONTENT_KEYS)
     differentiate_content(d_values, tiles.keys, tiles.values, pair, arguments.d_context + image_head * CONTEXT_SIZE,
                           arguments.d_context_turned + image_head * CONTEXT_SIZE, arguments.key_max + image_head * KEY,
-                          arguments.key_offset + image_head * KEY, pixel_of);
-  store_values(tiles.d_values(), d_values, pair, row, column, pixel_of);
-}
-
-// The block's dR, (TABLE_ROWS, KEY) floats in shared memory, goes to its place.
-DEVICE void write_block_table(const float* shared, float* d_rel) {
-  for (int i = thread_index(); i < TABLE_ROWS * KEY; i += THREADS)
-    d_rel[static_cast<long long>(block_row() * block_count() + block_index()) * TABLE_ROWS * KEY + i] = shared[i];
+                          arguments.key_offset + image_head * KEY);
+  store_values(tiles.d_values(), d_values, pair, row, column);
 }
 
 // What a block brings into shared memory at a time: all of lines, or what belongs to their pixels as attending or as attended

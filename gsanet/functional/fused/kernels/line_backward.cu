@@ -13,7 +13,8 @@ constexpr int TABLE = SCORES + SCORES_SIZE;
 DEVICE void write_table(const TableSums& d_table, float* shared, float* d_rel) {
   fill_with_zeros(shared, round_up(TABLE_ROWS * KEY, 4));
   add_warps(shared, d_table);
-  write_block_table(shared, d_rel);
+  for (int i = thread_index(); i < TABLE_ROWS * KEY; i += THREADS)
+    d_rel[static_cast<long long>(block_row() * block_count() + block_index()) * TABLE_ROWS * KEY + i] = shared[i];
 }
 
 KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {

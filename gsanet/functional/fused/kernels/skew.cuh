@@ -27,16 +27,16 @@ constexpr int first_offset(int x) { return LENGTH - 16 - x; }
 using ScoreWords = Word[SCORE_GROUPS];
 using ProductWords = Word[SCORE_GROUPS + 2];  // of upper or of lower rows
 
-// How a lane's words move between products and scores.
+// How a lane's words move from products to scores.
 struct Skew {
   bool four;   // by four places or more
   bool carry;  // by one group more than that
-  int to, from;  // the lanes that have what goes to scores, and back to products
+  int from;    // the lane that has what is to come
 
   DEVICE Skew() {
     const int lane = lane_index(), move = 7 - lane / 4;
     four = move >= 4, carry = lane % 4 < move % 4;
-    to = lane / 4 * 4 + (lane + move) % 4, from = lane / 4 * 4 + (lane + 8 - move) % 4;
+    from = lane / 4 * 4 + (lane + move) % 4;
   }
 
   DEVICE void score(ScoreWords& scores, const ProductWords& products) const {
@@ -44,23 +44,6 @@ struct Skew {
 #pragma unroll
     for (int i = 0; i <= SCORE_GROUPS; ++i) moved[i] = four ? products[i + 1] : products[i];
 #pragma unroll
-    for (int i = 0; i < SCORE_GROUPS; ++i) scores[i] = shuffle(carry ? moved[i + 1] : moved[i], to);
-  }
-
-  // The way back, for gradients; products that no score came from are zero.
-  DEVICE void unscore(ProductWords& products, const ScoreWords& scores) const {
-    Word arrived[SCORE_GROUPS], moved[SCORE_GROUPS + 1];
-#pragma unroll
-    for (int i = 0; i < SCORE_GROUPS; ++i) arrived[i] = shuffle(scores[i], from);
-#pragma unroll
-    for (int i = 0; i <= SCORE_GROUPS; ++i) {
-      const Word before = i > 0 ? arrived[i - 1] : 0, same = i < SCORE_GROUPS ? arrived[i] : 0;
-      moved[i] = carry ? before : same;
-    }
-#pragma unroll
-    for (int i = 0; i < SCORE_GROUPS + 2; ++i) {
-      const Word before = i > 0 ? moved[i - 1] : 0, same = i <= SCORE_GROUPS ? moved[i] : 0;
-      products[i] = four ? before : same;
-    }
+    for (int i = 0; i < SCORE_GROUPS; ++i) scores[i] = shuffle(carry ? moved[i + 1] : moved[i], from);
   }
 };

@@ -4,7 +4,7 @@ What is faster was measured at the shapes of the networks: `benchmarks/plans.py`
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from gsanet.functional.fused.compiler import specialise
 from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine, Shape, bundle_of, round_up
@@ -12,10 +12,12 @@ from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine, Shape, 
 BAND = 64  # pixels of a line whose scores are held at a time
 LONGEST = 320  # pixels of a line
 SHORT = 16  # pixels of a line up to which more and smaller blocks are faster
-# Layers whose scores stay in registers, in 16 bits (`kernels/skew.cuh`): (length, key, value, kernel) -> (pairs of
-# a line and a head in a block, warps, blocks on a multiprocessor). None yet: `benchmarks/plans.py --registers`.
-IN_REGISTERS: dict[tuple[int, int, int, str], tuple[int, int, int]] = {}
-REGISTERS = 65536  # of a multiprocessor; a thread has 255 at most
+# Gradients of layers for which the rules below do not find what is fastest, in 16 bits: (length, channels of a head) ->
+# (pairs of a line and a head in a block, warps, blocks on a multiprocessor), with gradients of keys and without.
+FASTER = {
+    True: {(14, 32): (8, 8, 2), (32, 16): (8, 8, 3), (56, 16): (16, 16, 1)},
+    False: {(28, 16): (8, 8, 3)},
+}
 SHORT_PIECE = 32  # pixels of a piece of a line below which what comes with each pair of pieces outweighs its products
 
 
@@ -36,12 +38,9 @@ def plan_line(
     """
     if length <= 8:
         return _plan_bundled(machine, shape, length, lines, images, backward, features)
-    if length <= BAND and shape.size == 2:
-        plan = _plan_in_registers(machine, shape, length, lines * images, backward, features)
-        if plan is not None:
-            return plan
     if not backward:
-        return _plan_whole(machine, shape, length, lines * images, False, features)
+        in_registers = _plan_in_registers(machine, shape, length, lines * images, features)
+        return in_registers or _plan_whole(machine, shape, length, lines * images, False, features)
     whole = _plan_whole(machine, shape, length, lines * images, True, features) if length <= BAND else None
     return whole or _plan_pieces(machine, shape, length, lines * images, features)
 
@@ -78,9 +77,36 @@ def _plan_whole(
     machine: Machine, shape: Shape, length: int, lines: int, backward: bool, features: Mapping[str, bool]
 ) -> Launch | None:
     """Blocks that hold whole lines."""
-    pairs = _most_pairs(shape, length, backward, features)
+    if backward and (faster := _faster(shape, length, features)) is not None:
+        pairs, warps, blocks = faster
+        plan = _fit_whole(
+            machine, shape, length, lines, True, features, pairs, lambda _, fitting: (warps, min(blocks, fitting))
+        )
+        if plan is not None and dict(plan.kernel.constants)["BLOCKS"] == blocks:
+            return plan
+    pairs = 8 if not backward and _few_pairs(shape, length, features) else 16
     while not backward and pairs > 2 and lines * shape.heads < pairs * machine.multiprocessors:
         pairs //= 2  # a batch of few images: rather half-empty products than idle multiprocessors
+
+    def choose(pairs: int, fitting: int) -> tuple[int, int] | None:
+        if backward:
+            return _backward_warps(shape, length, pairs, fitting, features)
+        return _forward_warps(shape, length, fitting)
+
+    return _fit_whole(machine, shape, length, lines, backward, features, pairs, choose)
+
+
+def _fit_whole(
+    machine: Machine,
+    shape: Shape,
+    length: int,
+    lines: int,
+    backward: bool,
+    features: Mapping[str, bool],
+    pairs: int,
+    choose: Callable[[int, int], tuple[int, int] | None],
+) -> Launch | None:
+    """So many pairs in a block, or as many as fit; `choose` gives warps and blocks for the pairs and blocks that do."""
     for heads, lines_at_once in _cuts(shape.heads, pairs):
         if features.get("pool") and lines_at_once % 2:
             continue
@@ -88,11 +114,7 @@ def _plan_whole(
         sums = _sums_memory(shape, features) if backward else 0
         if shared + 16 * sums > machine.shared_memory:
             continue
-        fitting = machine.blocks_of(shared + 8 * sums)
-        if backward:
-            chosen = _backward_warps(shape, length, heads * lines_at_once, fitting, features)
-        else:
-            chosen = _forward_warps(shape, length, fitting)
+        chosen = choose(heads * lines_at_once, machine.blocks_of(shared + 8 * sums))
         if chosen is None:
             return None
         entry = "line_backward" if backward else "line_forward"
@@ -102,78 +124,66 @@ def _plan_whole(
     return None
 
 
-def _in_registers(
-    shape: Shape, length: int, backward: bool, features: Mapping[str, bool]
-) -> tuple[int, int, int] | None:
-    """(pairs, warps, blocks) of a layer whose scores stay in registers, where that is the way to go."""
-    if backward:
-        kernel = "column's gradient" if features.get("content_keys") else "row's gradient"
-    else:
-        kernel = "column" if features.get("statistics") else "row"
-    return IN_REGISTERS.get((length, shape.key, shape.value, kernel))
+def _faster(shape: Shape, length: int, features: Mapping[str, bool]) -> tuple[int, int, int] | None:
+    """(pairs, warps, blocks) of a gradient that `FASTER` names."""
+    content_keys = features.get("content_keys", False)
+    if shape.size != 2 or shape.key != shape.value or features.get("pool"):
+        return None
+    if content_keys and features.get("content_queries"):  # a module with one axis
+        return None
+    return FASTER[content_keys].get((length, shape.key))
+
+
+def _in_registers(shape: Shape, length: int, features: Mapping[str, bool]) -> list[tuple[int, int, int]]:
+    """(pairs, warps, blocks) of a layer whose scores stay in registers, the first that fits; none if others are faster.
+
+    Measured at the shapes of the networks (`benchmarks/plans.py --registers`).
+    """
+    widest = max(shape.padded(shape.key), shape.padded(shape.value))
+    if features.get("content"):
+        # Two lines that are not long are averaged faster if their scores are added up first, which this way cannot.
+        shortest = 32 if features.get("pool") else SHORT
+        return [(8, 4, 5)] if widest <= 16 and length > shortest else []
+    if widest > 64:
+        return []
+    return [(16, 4, 5 if length * widest <= 256 else 4), (8, 4, 4)]
 
 
 def _plan_in_registers(
-    machine: Machine,
-    shape: Shape,
-    length: int,
-    lines: int,
-    backward: bool,
-    features: Mapping[str, bool],
+    machine: Machine, shape: Shape, length: int, lines: int, features: Mapping[str, bool]
 ) -> Launch | None:
     """Blocks that hold whole lines, each warp with a pair of its own whose scores it has in registers.
 
-    None if that is not the way to go, if there is no such kernel or no room for it, and for batches that leave
-    multiprocessors idle.
+    None if that is not the way to go, and for batches that leave multiprocessors idle.
     """
-    if (cut := _in_registers(shape, length, backward, features)) is None:
+    if shape.size != 2 or length > BAND:
         return None
-    pairs, warps, most = cut
-    if not backward and lines * shape.heads < pairs * machine.multiprocessors:
-        return None
-    registers = min(255, REGISTERS // (32 * warps * most))
-    if backward and (features.get("pool") or _sums_in_registers(shape, length) > registers):
-        return None
-    for heads, lines_at_once in _cuts(shape.heads, pairs):
-        if features.get("pool") and lines_at_once % 2:
+    for pairs, warps, blocks in _in_registers(shape, length, features):
+        if lines * shape.heads < pairs * machine.multiprocessors:
             continue
-        accesses = heads * shape.value // (16 // shape.size if shape.vector else 1)
-        if not backward and features.get("statistics") and accesses > 32 * warps:
-            continue  # a thread has the sums of one access
-        shared = _memory_in_registers(shape, length, heads, lines_at_once, warps, backward, features)
-        blocks = min(machine.blocks_of(shared), most)
-        if shared > machine.shared_memory or (backward and blocks < most):
-            continue
-        entry = "line_backward_registers" if backward else "line_forward"
-        whole = (length, heads, lines_at_once, warps, blocks)
-        items = -(-lines // lines_at_once)
-        return _launch_lines(machine, shape, entry, whole, items, shared, features, in_registers=True)
+        for heads, lines_at_once in _cuts(shape.heads, pairs):
+            if features.get("pool") and lines_at_once % 2:
+                continue
+            accesses = heads * shape.value // (16 // shape.size if shape.vector else 1)
+            if features.get("statistics") and accesses > 32 * warps:
+                continue  # a thread has the sums of one access
+            shared = _memory_in_registers(shape, length, heads, lines_at_once, warps)
+            if shared <= machine.shared_memory and machine.blocks_of(shared) >= blocks:
+                cut = (length, heads, lines_at_once, warps, blocks)
+                items = -(-lines // lines_at_once)
+                return _launch_lines(machine, shape, "line_forward", cut, items, shared, features, in_registers=True)
+            if heads * lines_at_once == pairs:
+                break  # others of this number would take as much
     return None
 
 
-def _sums_in_registers(shape: Shape, length: int) -> int:
-    """Registers of a thread for the sums of dR and dV, and 40 for all else: with fewer nearly all would be spilled."""
-    tiles = round_up(length, 16) // 16
-    groups = round_up(length, 8) // 8 + 4 * tiles  # of eight rows of the table: `kernels/skew.cuh`
-    return -(-groups // 2) * 4 * shape.padded(shape.key) // 8 + tiles * 4 * shape.padded(shape.value) // 8 + 40
-
-
-def _memory_in_registers(
-    shape: Shape, length: int, heads: int, lines: int, warps: int, backward: bool, features: Mapping[str, bool]
-) -> int:
+def _memory_in_registers(shape: Shape, length: int, heads: int, lines: int, warps: int) -> int:
     """Bytes of a block whose scores are in registers."""
     query, value = shape.padded(shape.key), shape.padded(shape.value)
-    queries, values = (shape.tile(width, heads, lines, length) for width in (query, value))
-    if backward:
-        before = (round_up(length, 16) - 16) // 4  # groups of the table before those of the first pixels
-        groups = round_up(before + round_up(round_up(length, 8) // 8 + 4, 4), 4) + 1
-        scalars = (2 if features.get("content_keys") else 1) * queries + 2 * values
-        scalars += 2 * groups * 4 * shape.odd_stride(query)
-        floats = round_up((2 * length - 1) * shape.key, 4)  # of the table's gradient, at the end
-        return round_up(max(scalars * shape.size, 4 * floats), 16) + warps * _sums_memory(shape, features)
-    scalars = max(queries, values) + values + (round_up(length, 16) + round_up(length, 8)) * shape.odd_stride(query)
-    floats = 2 * 16 // shape.size * 32 * warps  # sums of the channels, at the end
-    return round_up(max(scalars * shape.size, 4 * floats), 16)
+    scalars = shape.tile(max(query, value), heads, lines, length) + shape.tile(value, heads, lines, length)
+    scalars += (round_up(length, 16) + round_up(length, 8)) * shape.odd_stride(query)
+    sums = 2 * 16 // shape.size * 32 * warps  # of the channels, at the end
+    return round_up(max(scalars * shape.size, 4 * sums), 16)
 
 
 def _plan_pieces(
@@ -246,17 +256,12 @@ def _launch_lines(
     return Launch(kernel, (min(items, persistent), groups), 32 * warps, shared)
 
 
-def _most_pairs(shape: Shape, length: int, backward: bool, features: Mapping[str, bool]) -> int:
-    """Pairs of a line and a head in a block: with eight, products are half empty, but more blocks have room.
+def _few_pairs(shape: Shape, length: int, features: Mapping[str, bool]) -> bool:
+    """Whether forward eight pairs in a block are faster than 16: products are half empty, but more blocks have room.
 
     What is faster was measured, in bfloat16, at the shapes of the networks (`benchmarks/plans.py`).
     """
-    widest = max(shape.key, shape.value)
-    if backward:
-        few = length <= SHORT and widest == 32 and features.get("pool", False) and not features.get("content_keys")
-    else:
-        few = length <= SHORT and widest * length > 256
-    return 8 if few else 16
+    return length <= SHORT and max(shape.key, shape.value) * length > 256 and not features.get("pool")
 
 
 def _cuts(heads: int, pairs: int) -> list[tuple[int, int]]:
