@@ -240,6 +240,8 @@ def test_rows_of_products_are_stored(entry, dtype, order):
         (20, "take_turn is called 32 times by 64 threads"),
         (21, "bring_near: 8 bytes at address .* are not in pieces of 16"),
         (22, "access to address .*, where there is no memory"),
+        (23, "assume_threads: 32 threads where there are 64"),
+        (24, "store_matrices: byte 8 of shared memory is not a multiple of 16"),
     ],
 )
 def test_errors(how, message, order):

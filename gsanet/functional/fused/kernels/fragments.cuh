@@ -92,23 +92,34 @@ DEVICE Right<T, DEPTH> load_right_transposed(Row row) {
 }
 
 // COUNT right operands, as many at once as there are in one instruction: `address(i)` is this lane's row of those from
-// number i on, `one(i)` loads a single one.
+// number i on, `one(i)` loads a single float one.
 template <bool TRANSPOSED, class T, int DEPTH, int COUNT, class Address, class One>
 DEVICE void load_several(Right<T, DEPTH> (&right)[COUNT], Address address, One one) {
-  constexpr int AT_ONCE = IS_FLOAT<T> ? 1 : 32 / DEPTH;
+  if constexpr (IS_FLOAT<T>) {
 #pragma unroll
-  for (int i = 0; i < COUNT; i += AT_ONCE) {
-    if constexpr (AT_ONCE > 1) {
-      if (i + AT_ONCE <= COUNT) {
-        Word words[4];
-        load_matrices<4, TRANSPOSED>(words, address(i));
+    for (int i = 0; i < COUNT; ++i) right[i] = one(i);
+  } else {
+    constexpr int WORDS = DEPTH / 8, ALL = COUNT * WORDS, REST = ALL % 4;
+    // Instructions for fewer matrices use the first lanes' rows only: they are the same for all.
+    auto load = [&](int first, auto& words) {
+      constexpr int LOADED = sizeof(words) / 4;
+      load_matrices<LOADED, TRANSPOSED>(words, address(first / WORDS));
 #pragma unroll
-        for (int j = 0; j < 4; ++j) right[i + j / (DEPTH / 8)].words[j % (DEPTH / 8)] = words[j];
-        continue;
-      }
+      for (int j = 0; j < LOADED; ++j) right[(first + j) / WORDS].words[(first + j) % WORDS] = words[j];
+    };
+#pragma unroll
+    for (int first = 0; first + 4 <= ALL; first += 4) {
+      Word words[4];
+      load(first, words);
     }
-#pragma unroll
-    for (int j = i; j < COUNT && j < i + AT_ONCE; ++j) right[j] = one(j);
+    if constexpr (REST >= 2) {
+      Word words[2];
+      load(ALL - REST, words);
+    }
+    if constexpr (REST % 2) {
+      Word words[1];
+      load(ALL - 1, words);
+    }
   }
 }
 
@@ -212,6 +223,7 @@ DEVICE void store_rows(const float (&sums)[TILES][4], Row row) {
   const int lane = lane_index();
   if constexpr (MATRICES && !IS_FLOAT<T>) {
     constexpr int HALVES = HEIGHT / 8, AT_ONCE = 4 / HALVES;  // tiles
+    T* const own = row(lane % HEIGHT) + lane / HEIGHT * 8;
     auto store = [&](int first, auto& words) {
       constexpr int COUNT = sizeof(words) / 4;
 #pragma unroll
@@ -219,7 +231,7 @@ DEVICE void store_rows(const float (&sums)[TILES][4], Row row) {
         const auto& tile = sums[first + i / HALVES];
         words[i] = i % HALVES ? pack<T>(tile[2], tile[3]) : pack<T>(tile[0], tile[1]);
       }
-      store_matrices(row(lane % HEIGHT) + (first + lane / HEIGHT) * 8, words);
+      store_matrices(own + first * 8, words);
     };
 #pragma unroll
     for (int first = 0; first + AT_ONCE <= TILES; first += AT_ONCE) {

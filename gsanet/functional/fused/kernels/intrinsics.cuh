@@ -22,6 +22,9 @@ DEVICE int block_row() { return blockIdx.y; }
 DEVICE int block_count() { return gridDim.x; }
 DEVICE int warp_index() { return threadIdx.x >> 5; }
 DEVICE int lane_index() { return threadIdx.x & 31; }
+// The block has so many threads: conditions on a thread's number that always hold are none, and what follows from it is
+// worked out once for what would be on both sides of them.
+DEVICE void assume_threads(int count) { __builtin_assume(threadIdx.x < count); }
 // The same number, but the compiler does not know: what follows from it is worked out here and not kept from before.
 DEVICE int anew(int value) {
   asm volatile("" : "+r"(value));

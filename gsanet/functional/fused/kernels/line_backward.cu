@@ -18,6 +18,7 @@ DEVICE void write_table(const TableSums& d_table, float* shared, float* d_rel) {
 }
 
 KERNEL(THREADS, BLOCKS) line_backward(const Arguments arguments) {
+  assume_threads(THREADS);
   SHARED_MEMORY(memory);
   T* const shared = reinterpret_cast<T*>(memory);
   const Tiles tiles{{shared}, {shared + VALUE_TILE}, {shared + GRADIENT_TILE}, {shared + KEY_TILE}};

@@ -36,6 +36,7 @@ DEVICE void add_window(float* d_rel, float* window, const TableSums& d_table, in
 }
 
 KERNEL(THREADS, BLOCKS) line_backward_pieces(const Arguments arguments) {
+  assume_threads(THREADS);
   SHARED_MEMORY(memory);
   T* const shared = reinterpret_cast<T*>(memory);
   const Tiles tiles{{shared}, {shared + VALUE_TILE}, {shared + GRADIENT_TILE}, {shared}};

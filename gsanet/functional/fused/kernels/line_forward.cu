@@ -317,6 +317,7 @@ DEVICE void copy_out_pooled(const Map& map, const Lines& lines, QueryTile tile, 
 }
 
 KERNEL(THREADS, BLOCKS) line_forward(const Arguments arguments) {
+  assume_threads(THREADS);
   SHARED_MEMORY(memory);
   T* const shared = reinterpret_cast<T*>(memory);
   const QueryTile queries{shared};

@@ -12,12 +12,9 @@ from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine, Shape, 
 BAND = 64  # pixels of a line whose scores are held at a time
 LONGEST = 320  # pixels of a line
 SHORT = 16  # pixels of a line up to which more and smaller blocks are faster
-# Gradients of layers for which the rules below do not find what is fastest, in 16 bits: (length, channels of a head) ->
-# (pairs of a line and a head in a block, warps, blocks on a multiprocessor), with gradients of keys and without.
-FASTER = {
-    True: {(14, 32): (8, 8, 2), (32, 16): (8, 8, 3), (56, 16): (16, 16, 1)},
-    False: {(28, 16): (8, 8, 3)},
-}
+# Gradients with those of keys, in 16 bits, whose fastest cut the rules below do not find: (length, channels of a
+# head) -> (pairs of a line and a head in a block, warps, blocks on a multiprocessor).
+FASTER = {(14, 32): (8, 8, 2), (32, 16): (8, 8, 3)}
 SHORT_PIECE = 32  # pixels of a piece of a line below which what comes with each pair of pieces outweighs its products
 
 
@@ -125,13 +122,10 @@ def _fit_whole(
 
 
 def _faster(shape: Shape, length: int, features: Mapping[str, bool]) -> tuple[int, int, int] | None:
-    """(pairs, warps, blocks) of a gradient that `FASTER` names."""
-    content_keys = features.get("content_keys", False)
-    if shape.size != 2 or shape.key != shape.value or features.get("pool"):
+    """(pairs, warps, blocks) of a gradient that `FASTER` names: that of the columns of a module with both axes."""
+    if shape.size != 2 or shape.key != shape.value or features.get("pool") or features.get("content_queries"):
         return None
-    if content_keys and features.get("content_queries"):  # a module with one axis
-        return None
-    return FASTER[content_keys].get((length, shape.key))
+    return FASTER.get((length, shape.key)) if features.get("content_keys") else None
 
 
 def _in_registers(shape: Shape, length: int, features: Mapping[str, bool]) -> list[tuple[int, int, int]]:

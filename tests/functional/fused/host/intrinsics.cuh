@@ -40,6 +40,7 @@ DEVICE int lane_index() { return host::machine.current->lane; }
 // Where a collective is called from: two calls on different lines are not the same one.
 #define HOST_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
+void assume_threads(int count);  // what a device's compiler believes is checked here
 DEVICE int anew(int value) { return value; }
 DEVICE void take_turn() { ++host::machine.turns; }  // the host runs one kernel at a time
 void block_barrier(HOST_SITE);

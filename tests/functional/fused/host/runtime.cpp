@@ -97,6 +97,11 @@ float shuffle_xor(float value, int mask, const char* file, int line) {
   return bits_float(shuffle_words("shuffle_xor", float_bits(value), lane_index() ^ mask, file, line));
 }
 
+void assume_threads(int count) {
+  if (host::machine.launch.threads != count)
+    host::fail("assume_threads: %d threads where there are %d", count, host::machine.launch.threads);
+}
+
 Word turn_matrix(Word word, const char* file, int line) {
   host::Thread& lane = host::current();
   host::Warp& warp = *lane.warp;
