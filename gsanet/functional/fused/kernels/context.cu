@@ -158,6 +158,7 @@ DEVICE void add_pixels(Unit& unit, const LeftTile& left, const RightTile& right,
 }
 
 KERNEL(THREADS, BLOCKS) context_partial(const Arguments arguments) {
+  assume_threads(THREADS);
   SHARED_MEMORY(memory);
   T* const shared = reinterpret_cast<T*>(memory);
   const int image = block_index() / arguments.pieces, piece = block_index() % arguments.pieces;

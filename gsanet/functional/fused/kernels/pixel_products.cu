@@ -215,6 +215,7 @@ struct Map {
 };
 
 KERNEL(THREADS, BLOCKS) pixel_products(const Arguments arguments) {
+  assume_threads(THREADS);
   SHARED_MEMORY(memory);
   T* const shared = reinterpret_cast<T*>(memory);
   const Place block = place_of_block(arguments);

@@ -214,6 +214,7 @@ DEVICE void finish_image(const Arguments& arguments, int image, const float* par
 }
 
 KERNEL(THREADS, BLOCKS) project_with_context(const Arguments arguments) {
+  assume_threads(THREADS);
   SHARED_MEMORY(memory);
   T* const shared = reinterpret_cast<T*>(memory);
   const int first_channel = warp_index() % GROUPS * 16, set = warp_index() / GROUPS;
