@@ -45,9 +45,9 @@ struct TurnedWindows {
   }
 };
 
-// Groups of eight offsets, and of eight channels; the last one takes what lies past the line, or past the channels. A lane's
-// row is an offset and its columns are channels; of bundles it is the other way round.
-using TableSums = float[TABLE_EIGHTS + 1][QUERY_TILES][2];
+// Two groups of eight offsets beside each other, as a product has them, and groups of eight channels: a lane's rows are offsets
+// and its columns are channels. Of bundles it is the other way round, and two groups of channels are beside each other.
+using TableSums = float[BUNDLED ? 1 : EIGHTS][BUNDLED ? (QUERY_TILES + 1) / 2 : QUERY_TILES][4];
 
 // 16 rows of S^T from 16 i on, `scores(slot)` being where a row of S begins. If S has only eight more columns they are read
 // twice, and no sum of the second eight is used: behind them lies the next pair's row, which another warp may be writing.
@@ -104,30 +104,37 @@ DEVICE void differentiate_turned_table(TableSums& d_table, T* scores, int slot, 
       const bool both = tile + 1 < QUERY_TILES;
       const auto query = load_left_transposed<T, X_DEPTH>(
           [&](int member) { return queries_of(queries, step + member, x) + tile * 8; }, both ? 8 : 0);
-      auto &upper = d_table[0][tile], &lower = both ? d_table[0][tile + 1] : d_table[1][0];
-      multiply(upper[0], upper[1], lower[0], lower[1], query, score);
+      multiply(d_table[0][tile / 2], query, score);
     }
   }
 }
 
-// dR += dS_x^T Q_x; EIGHT is x / 8 for the first of the warp's pixels with this x: which registers hold the window.
+// dR += dS_x^T Q_x; EIGHT is x / 8 for the first of the warp's pixels with this x: which registers hold the window. If its groups
+// of offsets begin with an odd one, a product is for the second of two that are beside each other and the first of the next two;
+// or, if there is an odd number of groups, the first product is for the group before them too, with zeros, and none is so.
 template <int EIGHT>
 DEVICE void differentiate_table(TableSums& d_table, T* scores, int slot, QueryTile queries, int x) {
   if constexpr (BUNDLED) return differentiate_turned_table(d_table, scores, slot, queries, x);
+  constexpr int FIRST = EIGHTS - 1 - EIGHT, ZEROS = FIRST % 2 && EIGHTS % 2 ? 1 : 0;
 #pragma unroll
   for (int step = 0; step < 16; step += X_DEPTH) {
     Right<T, X_DEPTH> query[QUERY_TILES];
     load_right_transposed(query, [&](int pair) { return queries_of(queries, step + pair, x); });
 #pragma unroll
-    for (int i = 0; i < LINE_TILES; ++i) {
-      const auto score = load_scores_transposed([&](int pair) { return scores_of(scores, slot, step + pair); }, i);
-      constexpr int LAST = TABLE_EIGHTS;
-      const int upper = 2 * i < EIGHTS ? 2 * i - EIGHT + EIGHTS - 1 : LAST;
-      const int lower = 2 * i + 1 < EIGHTS ? 2 * i + 1 - EIGHT + EIGHTS - 1 : LAST;
+    for (int i = -ZEROS; i < EIGHTS; i += 2) {
+      const bool upper = i >= 0, lower = i + 1 < EIGHTS;  // what there is
+      auto score = load_left_transposed<T, X_DEPTH>(
+          [&](int pair) { return scores_of(scores, slot, step + pair) + (upper ? i : 0) * 8; }, upper && lower ? 8 : 0);
 #pragma unroll
-      for (int tile = 0; tile < QUERY_TILES; ++tile)
-        multiply(d_table[upper][tile][0], d_table[upper][tile][1], d_table[lower][tile][0], d_table[lower][tile][1], score,
+      for (int word = 0; word < static_cast<int>(sizeof(score.words) / 4); ++word)
+        if (!(word % 2 ? lower : upper)) score.words[word] = 0;
+      const int first = FIRST + i;
+#pragma unroll
+      for (int tile = 0; tile < QUERY_TILES; ++tile) {
+        auto &sums = d_table[first / 2][tile], &next = d_table[(first + 1) / 2][tile];
+        multiply(sums[first % 2 * 2], sums[first % 2 * 2 + 1], next[(first + 1) % 2 * 2], next[(first + 1) % 2 * 2 + 1], score,
                  query[tile]);
+      }
     }
   }
 }
@@ -239,9 +246,9 @@ DEVICE void add_warps(float* shared, const TableSums& d_table) {
           for (int i = 0; i < 2; ++i) {
             if constexpr (BUNDLED) {
               const int turned = column + i - turn + LENGTH - 1, channel = tile * 8 + row;
-              if (turned >= 0 && turned < TABLE_ROWS && channel < KEY) shared[turned * KEY + channel] += d_table[0][tile][i];
+              if (turned >= 0 && turned < TABLE_ROWS && channel < KEY) shared[turned * KEY + channel] += d_table[0][tile / 2][tile % 2 * 2 + i];
             } else if (tile * 8 + column + i < KEY) {
-              shared[offset * KEY + tile * 8 + column + i] += d_table[eight][tile][i];
+              shared[offset * KEY + tile * 8 + column + i] += d_table[eight / 2][tile][eight % 2 * 2 + i];
             }
           }
       }
