@@ -30,6 +30,12 @@ DEVICE int anew(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+// The thread's number in a block of so many, not known from before.
+DEVICE int thread_anew(int count) {
+  const int thread = anew(threadIdx.x);
+  __builtin_assume(thread >= 0 && thread < count);
+  return thread;
+}
 // Waits until all kernels before this one have finished and what they wrote is there, then lets the next one be set up. A
 // kernel may be launched while the one before it runs (../dependent.py), so each of its threads calls this once, before it
 // touches memory that is not the block's own, or returns. In this order: whoever is set up knows that all is finished but

@@ -189,7 +189,7 @@ template <int ROWS, int WIDTH, int PITCH, int UNROLLED, class Row>
 DEVICE void fetch_rows(T* to, int count, Row from) {
   static_assert(VECTOR && WIDTH % ACCESS == 0, "16 bytes at a time");
   constexpr int PER_ROW = WIDTH / ACCESS;
-  const int thread = anew(thread_index());
+  const int thread = thread_anew(THREADS);
 #pragma unroll UNROLLED
   for (int i = 0; i < (ROWS * PER_ROW + THREADS - 1) / THREADS; ++i) {
     const int number = i * THREADS + thread, row = number / PER_ROW, channel = number % PER_ROW * ACCESS;
@@ -304,7 +304,7 @@ struct Accesses {
   // read, pixel).
   template <class Begin>
   static DEVICE void visit(Begin begin) {
-    const int thread = anew(thread_index());
+    const int thread = thread_anew(THREADS);
     const int first = PER_PIXEL < THREADS ? thread / PER_PIXEL : 0;
     if (first >= SLOTS * AT_ONCE) return;
     const int first_slot = SLOTS > 1 ? first / AT_ONCE : 0, first_pixel = SLOTS > 1 ? first % AT_ONCE : first;

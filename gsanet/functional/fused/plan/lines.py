@@ -14,7 +14,7 @@ LONGEST = 320  # pixels of a line
 SHORT = 16  # pixels of a line up to which more and smaller blocks are faster
 # Gradients with those of keys, in 16 bits, whose fastest cut the rules below do not find: (length, channels of a
 # head) -> (pairs of a line and a head in a block, warps, blocks on a multiprocessor).
-FASTER = {(14, 32): (8, 8, 2), (32, 16): (8, 8, 3)}
+FASTER = {(14, 32): (8, 8, 2), (32, 16): (8, 8, 2)}
 SHORT_PIECE = 32  # pixels of a piece of a line below which what comes with each pair of pieces outweighs its products
 
 

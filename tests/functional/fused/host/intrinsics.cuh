@@ -42,6 +42,7 @@ DEVICE int lane_index() { return host::machine.current->lane; }
 
 void assume_threads(int count);  // what a device's compiler believes is checked here
 DEVICE int anew(int value) { return value; }
+DEVICE int thread_anew(int count) { return assume_threads(count), thread_index(); }
 DEVICE void take_turn() { ++host::machine.turns; }  // the host runs one kernel at a time
 void block_barrier(HOST_SITE);
 void warp_barrier(HOST_SITE);
