@@ -43,7 +43,7 @@ from gsanet.functional.fused.plan import lines as line_plans
 HEADS = 8
 # The kernels that a plan cuts; "line" is the only one of a module with one axis.
 LINES = ("column", "row", "row's gradient", "column's gradient", "line", "line's gradient")
-MOST_SPILLED = 200  # bytes of a thread, of kernels with scores in registers
+MOST_SPILLED = 64  # bytes of a thread, of kernels with scores in registers
 Cut = tuple[int, int, int, int]
 Run = Callable[[], object]
 

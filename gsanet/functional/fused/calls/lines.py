@@ -1,4 +1,4 @@
-"""Attention along one axis: `kernels/line_forward.cu`, `line_backward.cu` and the like."""
+"""Attention along one axis: `kernels/line_forward.cu`, `line_backward.cu` and `line_backward_pieces.cu`."""
 
 from typing import NamedTuple
 

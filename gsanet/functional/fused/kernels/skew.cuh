@@ -21,9 +21,6 @@ constexpr int PRODUCT_GROUPS = SCORE_GROUPS + 4;  // upper rows have the last SC
 // Which pixel, or which row of the table after the first one, is in a column of a group.
 DEVICE int place_in_line(int group, int column) { return 4 * group + column / 2 + HALF * (column % 2); }
 
-// The row of the table, which may lie before it or behind it, that is at place 0 of the products of pixels from x on.
-constexpr int first_offset(int x) { return LENGTH - 16 - x; }
-
 using ScoreWords = Word[SCORE_GROUPS];
 using ProductWords = Word[SCORE_GROUPS + 2];  // of upper or of lower rows
 

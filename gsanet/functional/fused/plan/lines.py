@@ -76,10 +76,12 @@ def _plan_whole(
     """Blocks that hold whole lines."""
     if backward and (faster := _faster(shape, length, features)) is not None:
         pairs, warps, blocks = faster
-        plan = _fit_whole(
-            machine, shape, length, lines, True, features, pairs, lambda _, fitting: (warps, min(blocks, fitting))
-        )
-        if plan is not None and dict(plan.kernel.constants)["BLOCKS"] == blocks:
+
+        def as_measured(_: int, fitting: int) -> tuple[int, int] | None:
+            return (warps, blocks) if blocks <= fitting else None
+
+        plan = _fit_whole(machine, shape, length, lines, True, features, pairs, as_measured)
+        if plan is not None:
             return plan
     pairs = 8 if not backward and _few_pairs(shape, length, features) else 16
     while not backward and pairs > 2 and lines * shape.heads < pairs * machine.multiprocessors:
