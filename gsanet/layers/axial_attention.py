@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gsanet.functional.attention import apply_norm, to_feature_map
 from gsanet.functional.checks import check_feature_map, check_heads
+from gsanet.functional.fused import axial as fused
 from gsanet.functional.lean import fit_table
 from gsanet.functional.pooling import average_pool
 from gsanet.functional.scores import add_scores
@@ -92,8 +93,12 @@ class AxialAttention(RelativeTables):
 def axial_attention(q: Tensor, k: Tensor, v: Tensor, rel: Tensor) -> Tensor:
     """Attend along dimension 1 of maps (batch, x, y, head, channel); `rel` as in `positional_attention`."""
     length = q.shape[1]
+    table = fit_table(rel, length, reach=None)
+    cast = fused.cast(q, k, v, table)
+    if fused.takes(*cast):
+        return fused.axial_attention(*cast)
     q = q * q.shape[-1] ** -0.5
-    embeddings = fit_table(rel, length, reach=None).unfold(0, length, 1).flip(0)  # x, k, i
+    embeddings = table.unfold(0, length, 1).flip(0)  # x, k, i
     scores = add_scores(
         torch.einsum("bxynk,biynk->bynxi", q, k),
         torch.einsum("bxynk,xki->bynxi", q, embeddings),

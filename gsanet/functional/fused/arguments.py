@@ -100,6 +100,13 @@ NormPool: Any = _structure(
 )  # fmt: skip
 
 
+Axial: Any = _structure(
+    "Axial",
+    queries=Map, keys=Map, values=Map, out=Map, d_queries=Map, d_keys=Map, d_values=Map,
+    table=c_void_p, partial=c_void_p, lines=c_int, bundles=c_int, total=c_int, factor=c_float, scale=c_float,
+)  # fmt: skip
+
+
 class Field(Structure):
     """A map in global memory and its size: `Field` of `kernels/local.cu`."""
 
