@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gsanet.functional.attention import apply_norm, to_feature_map
+from gsanet.functional.axial import attend_by_products
 from gsanet.functional.checks import check_feature_map, check_heads
 from gsanet.functional.fused import axial as fused
 from gsanet.functional.lean import fit_table
 from gsanet.functional.pooling import average_pool
-from gsanet.functional.scores import add_scores
 from gsanet.layers.attention import Combination, Properties
 from gsanet.layers.relative import RelativeTables
 
@@ -92,15 +92,6 @@ class AxialAttention(RelativeTables):
 
 def axial_attention(q: Tensor, k: Tensor, v: Tensor, rel: Tensor) -> Tensor:
     """Attend along dimension 1 of maps (batch, x, y, head, channel); `rel` as in `positional_attention`."""
-    length = q.shape[1]
-    table = fit_table(rel, length, reach=None)
+    table = fit_table(rel, q.shape[1], reach=None)
     cast = fused.cast(q, k, v, table)
-    if fused.takes(*cast):
-        return fused.axial_attention(*cast)
-    q = q * q.shape[-1] ** -0.5
-    embeddings = table.unfold(0, length, 1).flip(0)  # x, k, i
-    scores = add_scores(
-        torch.einsum("bxynk,biynk->bynxi", q, k),
-        torch.einsum("bxynk,xki->bynxi", q, embeddings),
-    )
-    return torch.einsum("bynxi,biynv->bxynv", scores.softmax(dim=-1).to(v.dtype), v)
+    return fused.axial_attention(*cast) if fused.takes(*cast) else attend_by_products(q, k, v, table)

@@ -1,4 +1,4 @@
-"""Softmax attention along one axis as an operator with its gradient: `gsanet.layers.axial_attention` on an NVIDIA GPU."""
+"""Softmax attention along one axis as an operator with its gradient: axial attention on an NVIDIA GPU."""
 
 import math
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from gsanet.functional.axial import attend_by_products
 from gsanet.functional.exporting import is_exporting
 from gsanet.functional.fused import available
 from gsanet.functional.fused.calls import axial as calls
@@ -87,7 +88,17 @@ def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor, ...]:
     return axial_attention_gradient(d_out, *ctx.saved_tensors)
 
 
+def _second_gradient(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    """That of the gradient, by PyTorch's own operators."""
+    with torch.enable_grad():
+        d_out, *tensors = (one.detach().requires_grad_() for one in ctx.saved_tensors)
+        out = attend_by_products(*tensors)
+        first = torch.autograd.grad(out, tensors, d_out, create_graph=True)
+    return torch.autograd.grad(first, (d_out, *tensors), gradients)
+
+
 axial_attention.register_autograd(_gradient, setup_context=_save)
+axial_attention_gradient.register_autograd(_second_gradient, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.gsanet.axial_attention)

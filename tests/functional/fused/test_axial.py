@@ -41,7 +41,7 @@ def check(kernels, *tensors):
     """The output and all gradients; they are returned."""
     with kernels.running():
         found = run(*tensors)
-    assert ENTRIES <= kernels.entries
+    assert kernels.entries >= ENTRIES
     exact = [one.detach().double().cpu() for one in tensors]
     with use_backend("reference"):
         expected = run(*(one.requires_grad_() for one in exact))
@@ -125,7 +125,7 @@ def test_the_module_with_autocast(kernels):
         out = module(x)
     (found,) = torch.autograd.grad(out.float().square().sum(), x)
     (expected,) = torch.autograd.grad(exact(expected_x).square().sum(), expected_x)
-    assert ENTRIES <= kernels.entries
+    assert kernels.entries >= ENTRIES
     assert (found.double().cpu() - expected).norm() / expected.norm() < 4e-2
 
 
@@ -139,6 +139,19 @@ def test_operators(kernels):
         torch.library.opcheck(fused.axial_attention, (*turned, rel.detach()), test_utils=tests)
         plain = [one.detach() for one in (d_out, q, k, v, rel)]
         torch.library.opcheck(fused.axial_attention_gradient, plain, test_utils=tests[:2])
+
+
+def test_second_derivatives(kernels):
+    tensors = inputs(kernels, FLOAT, (1, 4, 3), 2, 8)
+    found = []
+    for backend in ("fused", "torch"):
+        with use_backend(backend):
+            out = axial_attention(*tensors[:4])
+            first = torch.autograd.grad(out, tensors[:4], tensors[4], create_graph=True)
+            found.append(torch.autograd.grad(sum(one.square().sum() for one in first), tensors[:4]))
+    assert kernels.entries >= ENTRIES
+    for mine, theirs in zip(*found, strict=True):
+        check_close("second", mine, theirs, FLOAT)
 
 
 def test_empty_batches(kernels):
@@ -173,7 +186,7 @@ def test_operations_are_those_of_the_equation(kernels):
         with use_backend(backend), FlopCounterMode(display=False) as counter:
             run(*tensors)
         counts.append(counter.get_total_flops())
-    assert ENTRIES <= kernels.entries
+    assert kernels.entries >= ENTRIES
     assert counts[0] == counts[1] == 3 * 2 * 2 * 8 * 3 * 2 * 8 * (8 + 8 + 16)
 
 
@@ -185,7 +198,7 @@ def test_compiled(kernels):
         compiled = torch.compile(axial_attention, fullgraph=True, backend=backend)
         out = compiled(*tensors[:4])
         found = [out, *torch.autograd.grad(out, tensors[:4], tensors[4])]
-        assert ENTRIES <= kernels.entries
+        assert kernels.entries >= ENTRIES
         assert same_bits(found, run(*tensors))
 
 
@@ -212,7 +225,7 @@ def test_bounds(length, width, fits):
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 @pytest.mark.parametrize("architecture", MACHINES)
 def test_the_kernels_of_the_network_compile(architecture):
-    """Of images of 64 and of 224 pixels, without spills."""
+    """Of images of 64 and of 224 pixels; of the former with next to no spills."""
     shapes = [(32, 8), (32, 16), (16, 16), (16, 32), (8, 32), (8, 64), (4, 64), (56, 8), (56, 16), (28, 16), (28, 32),
               (14, 32), (14, 64), (7, 64)]  # fmt: skip
     machine = MACHINES[architecture]
@@ -221,4 +234,6 @@ def test_the_kernels_of_the_network_compile(architecture):
         for length, width in shapes
         for entry in ("axial_forward", "axial_backward")
     ]
-    check_that_they_fit(machine, compile_all([plan.kernel for plan in plans], architecture, workers=2), plans)
+    binaries = compile_all([plan.kernel for plan in plans], architecture, workers=2)
+    check_that_they_fit(machine, binaries, plans)
+    assert all(binaries[plan.kernel].spill_stores <= 16 for plan in plans[:14])

@@ -45,7 +45,10 @@ MACHINES = {
 }
 # Bytes that a thread stores to, or loads from, local memory because its registers are too few: not more than now, with
 # some room for another compiler.
-MOST_SPILLED = {"line_forward": 320, "line_backward": 1300, "line_backward_pieces": 520, "pixel_products": 48}
+MOST_SPILLED = {
+    "line_forward": 320, "line_backward": 1300, "line_backward_pieces": 520, "pixel_products": 48,
+    "axial_forward": 100, "axial_backward": 300,
+}  # fmt: skip
 REGISTERS = 65536  # of a multiprocessor
 LINES_AND_CONTEXT = {
     "line_forward", "line_backward", "table_gradient", "context_partial", "context_combine", "context_gradient",

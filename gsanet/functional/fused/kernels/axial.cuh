@@ -75,7 +75,7 @@ DEVICE void for_each_access(const Map& map, const Bundle& bundle, Move move) {
   constexpr int PER_HEAD = Head<WIDTH>::CHANNELS / ACCESS, PER_ROW = HEADS * PER_HEAD;
   T* const start = map.data + bundle.image * map.batch + static_cast<long long>(bundle.first) * map.line + block_row() * HEADS * WIDTH;
 #pragma unroll 4
-  for (int i = thread_index(); i < ROWS * PER_ROW; i += THREADS) {
+  for (int i = thread_anew(THREADS); i < ROWS * PER_ROW; i += THREADS) {
     const int row = i / PER_ROW, head = i % PER_ROW / PER_HEAD, channel = i % PER_HEAD * ACCESS;
     const int line = row / LENGTH, pixel = row % LENGTH;
     const bool exists = line < bundle.count && channel < WIDTH;
@@ -141,16 +141,18 @@ DEVICE void load_lefts(typename H::Lefts& lefts, const T* tile) {
     lefts[i] = load_left<T, H::DEPTH>([&](int row) { return tile + row * H::PITCH + i * H::DEPTH; });
 }
 
-// sums += left right^T with COUNT groups of eight rows of `right`.
+// sums += left right^T with COUNT groups of eight rows of `right`, an even number.
 template <class H, int COUNT>
 DEVICE void add_products(float (&sums)[COUNT][4], const typename H::Lefts& lefts, const T* right, int pitch) {
 #pragma unroll
-  for (int i = 0; i < H::DEPTHS; ++i) {
-    Right<T, H::DEPTH> rights[COUNT];
-    load_right(rights, [&](int row) { return right + row * pitch + i * H::DEPTH; });
+  for (int first = 0; first < COUNT; first += 2)
 #pragma unroll
-    for (int j = 0; j < COUNT; ++j) multiply(sums[j], lefts[i], rights[j]);
-  }
+    for (int i = 0; i < H::DEPTHS; ++i) {
+      Right<T, H::DEPTH> rights[2];
+      load_right(rights, [&](int row) { return right + (first * 8 + row) * pitch + i * H::DEPTH; });
+#pragma unroll
+      for (int j = 0; j < 2; ++j) multiply(sums[first + j], lefts[i], rights[j]);
+    }
 }
 
 // Sums of eight columns as scalars: of 16 bits two neighbours to a word, the rows l / 4 first.

@@ -50,8 +50,8 @@ def plan_axial(machine: Machine, shape: Shape, length: int, lines: int, images: 
         heads, shared = 1, _shared(shape, rows_of(length), 1, key, value, backward)
     # As many as shared memory has room for, and as a thread has enough registers with.
     blocks = max(1, min(BLOCKS[entry] * 8 // heads, machine.blocks_of(shared)))
-    if shape.size == 4 or (backward and rows_of(length) == LONGEST):
-        blocks = max(1, min(blocks, 8 // heads))
+    if shape.size == 4 or rows_of(length) > 48:
+        blocks = max(1, min(blocks, (1 if backward or shape.size == 4 else 2) * 8 // heads))
     kernel = specialise(
         "axial.cu",
         entry,
