@@ -5,6 +5,9 @@ As in `test_kernels`, each test runs the kernels' own source on the host stand-i
     python -m pytest -k gpu tests/functional/fused/test_axial.py
 """
 
+import itertools
+import random
+
 import pytest
 import torch
 from functional.fused.graphs import capture
@@ -79,6 +82,16 @@ def check(kernels, *tensors):
 )
 def test_against_float64(kernels, dtype, size, heads, key, value):
     check(kernels, *inputs(kernels, dtype, size, heads, key, value))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_shape(kernels, seed):
+    choose = random.Random(seed)
+    shapes = itertools.product(range(1, 65), (4, 8, 9, 12, 16, 24, 32, 64), (4, 8, 12, 16, 32, 64))
+    length, key, value = choose.choice([shape for shape in shapes if fits_axial(*shape)])
+    size = choose.randint(1, 3), length, choose.randint(1, 9)
+    dtype, heads = choose.choice((BF16, FLOAT, HALF)), choose.choice((1, 2, 3, 4, 8))
+    check(kernels, *inputs(kernels, dtype, size, heads, key, value, seed=seed))
 
 
 @pytest.mark.parametrize("rows", [5, 25])
