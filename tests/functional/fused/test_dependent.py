@@ -20,6 +20,7 @@ from gsanet.functional.fused.dependent import dependent_launches
 from gsanet.functional.fused.plan import channel_map
 from gsanet.functional.fused.plan.pixel_products import CUTS, MAPPED
 from gsanet.functional.local_ops import local_mix, local_scores, local_spread
+from gsanet.layers.axial_attention import axial_attention
 
 KERNELS = {
     name: path.name
@@ -144,6 +145,8 @@ def use_every_kernel() -> None:
     local_scores(q, q, 3, 1, 1)
     local_mix(weights, q, 3, 1, 1)
     local_spread(weights, q, 4, 4, 3, 1, 1)
+    lines = q.detach().requires_grad_()
+    axial_attention(lines, lines, lines, torch.zeros(7, 8, dtype=BF16)).sum().backward()
 
 
 @pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))

@@ -72,12 +72,12 @@ def kinds_of_modules(network: str) -> list[tuple[int, int, tuple[int, int], int,
     )
 
 
-def launches(planned, network: str, **components: bool) -> list[Launch]:
+def launches(planned, network: str, dtype: torch.dtype = torch.bfloat16, **components: bool) -> list[Launch]:
     """What one step of training and one of evaluation launch."""
     planned.launched.clear()
     for dim, *options in kinds_of_modules(network):
-        module = gsanet.GlobalSelfAttention(dim, *options, **components, dtype=torch.bfloat16)
-        x = torch.zeros(1, dim, *module.feat_size, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+        module = gsanet.GlobalSelfAttention(dim, *options, **components, dtype=dtype)
+        x = torch.zeros(1, dim, *module.feat_size, dtype=dtype).to(memory_format=torch.channels_last)
         module(x.requires_grad_()).sum().backward()
         module.eval()(x)
     return list(dict.fromkeys(planned.launched))
@@ -109,6 +109,22 @@ def test_kernels_of_networks_with_fewer_components_compile_and_fit(planned):
             assert not any(constants.get(name) for name in ("NORM_VALUES", "NORM_GRADIENT", "ACCUMULATE", "STATISTICS"))
     plans = dict.fromkeys(itertools.chain(*found))
     check_that_they_fit(MACHINES["sm_90"], compile_all([plan.kernel for plan in plans], "sm_90", workers=2), plans)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_kernels_of_other_dtypes_compile(planned, dtype):
+    """Of the network for images of 64 pixels, and gradients of long lines; how fast these are is not looked at."""
+    planned.machine = MACHINES["sm_90"]
+    plans = launches(planned, "gsa_resnet38 at 64 pixels", dtype)
+    long = gsanet.GlobalSelfAttention(64, 64, (112, 112), dtype=dtype)
+    long(torch.zeros(1, 64, 112, 112, dtype=dtype, requires_grad=True)).sum().backward()
+    plans = dict.fromkeys([*plans, *planned.launched])
+    assert {plan.kernel.entry for plan in plans} >= {"line_forward", "line_backward", "line_backward_pieces"}
+    binaries = compile_all([plan.kernel for plan in plans], "sm_90", workers=2)
+    for plan in plans:
+        binary = binaries[plan.kernel]
+        assert plan.threads * -(-binary.registers // 8) * 8 <= REGISTERS, plan
+        assert plan.shared_bytes + binary.shared <= planned.machine.shared_memory, plan
 
 
 @pytest.mark.parametrize(
