@@ -9,13 +9,11 @@ errors of output and gradients of both ways against PyTorch's operators in float
 """
 
 import argparse
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch._dynamo
-from cuts import time_cuts
+from against_compiled import compare
 from torch import Tensor
 
 from gsanet.bench import environment
@@ -23,8 +21,6 @@ from gsanet.functional.axial import attend_by_products
 from gsanet.functional.fused import axial as fused
 
 HEADS = 8
-BANDWIDTH = 4.2e6  # bytes of a microsecond, as an H200 copies
-FEW = 16  # images that errors are taken of
 
 
 class Case(NamedTuple):
@@ -47,8 +43,6 @@ CASES = {
     ],
 }  # fmt: skip
 
-Attend = Callable[..., Tensor]
-
 
 def tensors(case: Case, batch: int, turned: bool, device: str = "cuda") -> tuple[list[Tensor], Tensor]:
     """Queries, keys and values as parts of one projection, a table; and a gradient of the output."""
@@ -63,50 +57,13 @@ def tensors(case: Case, batch: int, turned: bool, device: str = "cuda") -> tuple
     return [one.requires_grad_() for one in (*(one.detach() for one in maps), table)], d_out
 
 
-def both(attend: Attend, inputs: Sequence[Tensor], d_out: Tensor) -> list[Tensor]:
-    """The output and all gradients."""
-    out = attend(*inputs)
-    return [out, *torch.autograd.grad(out, inputs, d_out)]
-
-
-def forward(attend: Attend, inputs: Sequence[Tensor]) -> Tensor:
-    """The output alone."""
-    with torch.no_grad():
-        return attend(*inputs)
-
-
-def error(attend: Attend, inputs: Sequence[Tensor], d_out: Tensor) -> float:
-    """The largest relative error of output and gradients, of a few images."""
-    few = [one.detach()[:FEW] if one.dim() == 5 else one.detach() for one in inputs]
-    found = both(attend, [one.requires_grad_() for one in few], d_out[:FEW])
-    exact = both(attend_by_products, [one.detach().float().requires_grad_() for one in few], d_out[:FEW].float())
-    pairs = zip(found, exact, strict=True)
-    return max(((one.float() - other).norm() / other.norm()).item() for one, other in pairs)
-
-
-def compare(case: Case, batch: int, turned: bool) -> dict[str, float]:
+def compare_case(case: Case, batch: int, turned: bool) -> dict[str, float]:
     """Time both ways at one shape, and print; microseconds of forward and backward by name."""
-    torch._dynamo.reset()
     inputs, d_out = tensors(case, batch, turned)
-    ways: dict[str, Attend] = {
-        "kernels": fused.axial_attention,
-        "compiled": torch.compile(attend_by_products, dynamic=False),
-    }
-    runs: dict[str, Callable[[], object]] = {
-        f"{name} forward": partial(forward, way, inputs) for name, way in ways.items()
-    }
-    runs |= {f"{name} both": partial(both, way, inputs, d_out) for name, way in ways.items()}
-    times, _ = time_cuts(runs, {})
-    unit = 2 * batch * case.side**2 * HEADS * case.width / BANDWIDTH
-    print(f"{case.side}x{case.side}, heads of {case.width}, {'rows' if turned else 'columns'} ({case.times} modules):")
-    for what, units in (("forward", 4), ("both", 11)):
-        mine, usual = times.get(f"kernels {what}", float("nan")), times.get(f"compiled {what}", float("nan"))
-        print(
-            f"  {what}: {mine:.0f} us, compiled {usual:.0f}, {usual / mine:.2f} times faster; bytes {units * unit:.0f}"
-        )
-    errors = ", ".join(f"{name} {error(way, inputs, d_out):.1e}" for name, way in ways.items())
-    print(f"  relative errors: {errors}", flush=True)
-    return {name.removesuffix(" both"): time for name, time in times.items() if name.endswith(" both")}
+    axis = "rows" if turned else "columns"
+    title = f"{case.side}x{case.side}, heads of {case.width}, {axis} ({case.times} modules)"
+    unit = 2 * batch * case.side**2 * HEADS * case.width
+    return compare(title, fused.axial_attention, attend_by_products, inputs, d_out, (4 * unit, 11 * unit))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -121,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     total: dict[str, float] = {}
     for case in CASES[options.images]:
         for turned in (False, True):
-            for name, time in compare(case, options.batch, turned).items():
+            for name, time in compare_case(case, options.batch, turned).items():
                 total[name] = total.get(name, 0.0) + case.times * time
     print("all modules of a training step: " + ", ".join(f"{name} {time / 1e3:.2f} ms" for name, time in total.items()))
 

@@ -121,6 +121,13 @@ Local: Any = _structure(
     inner=Field, outer=Field, weights=c_void_p, images=c_int, heads=c_int, stride=c_int, padding=c_int,
 )  # fmt: skip
 
+Relation: Any = _structure(
+    "Relation",
+    queries=c_void_p, keys=c_void_p, prior=c_void_p, values=c_void_p, out=c_void_p,
+    d_queries=c_void_p, d_keys=c_void_p, d_values=c_void_p, marks=c_void_p, partial=c_void_p,
+    inner_height=c_int, inner_width=c_int, outer_height=c_int, outer_width=c_int, images=c_int, heads=c_int,
+)  # fmt: skip
+
 
 def field(tensor: Tensor) -> Field:
     """A map (batch, x, y, head, channel) whose channels lie side by side."""

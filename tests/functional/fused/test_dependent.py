@@ -21,6 +21,7 @@ from gsanet.functional.fused.plan import channel_map
 from gsanet.functional.fused.plan.pixel_products import CUTS, MAPPED
 from gsanet.functional.local_ops import local_mix, local_scores, local_spread
 from gsanet.layers.axial_attention import axial_attention
+from gsanet.layers.local_relation import local_relation
 
 KERNELS = {
     name: path.name
@@ -147,6 +148,8 @@ def use_every_kernel() -> None:
     local_spread(weights, q, 4, 4, 3, 1, 1)
     lines = q.detach().requires_grad_()
     axial_attention(lines, lines, lines, torch.zeros(7, 8, dtype=BF16)).sum().backward()
+    numbers = torch.zeros(1, 4, 4, 2)
+    local_relation(numbers, numbers, torch.zeros(2, 9), lines, 3, 1).sum().backward()
 
 
 @pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))

@@ -9,6 +9,8 @@
 #pragma once
 #include <intrinsics.cuh>
 
+DEVICE float infinity() { return bits_float(0x7f800000u); }
+
 template <class T>
 constexpr bool IS_FLOAT = sizeof(T) == 4;
 

@@ -68,6 +68,12 @@ DEVICE float power_of_two(float value) {
   return result;
 }
 
+DEVICE float logarithm_of_two(float value) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
 DEVICE float exponential(float value) { return power_of_two(value * 1.4426950408889634f); }
 
 DEVICE float to_float(float value) { return value; }

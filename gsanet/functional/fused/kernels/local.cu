@@ -7,13 +7,9 @@
 // A window is its WINDOW x WINDOW offsets o in reading order; the neighbour of pixel x' at offset i is pixel stride x' + i -
 // padding, and nothing if that is outside. Neighbours are read again and again, from the cache. Weights are used once: those of
 // neighbouring threads lie a window apart, so a block moves them together, by way of shared memory.
-#include "channels.cuh"
-#include "fragments.cuh"
+#include "accesses.cuh"
 
 constexpr int OFFSETS = WINDOW * WINDOW;
-constexpr int ACCESS = VECTOR ? WIDTH : CHANNELS <= 4 ? CHANNELS : 1;  // channels that a thread moves at once
-constexpr int ACCESSES = CHANNELS / ACCESS;                            // of a pixel and head
-static_assert(CHANNELS % ACCESS == 0, "a head is whole accesses");
 
 // A map (batch, x, y, head, channel) in which the channels of a pixel lie side by side; strides in scalars.
 struct Field {
@@ -48,33 +44,6 @@ struct Unit {
     exists = image < arguments.images;
   }
 };
-
-template <int COUNT>
-DEVICE void load(float (&values)[COUNT], const T* from) {
-  if constexpr (VECTOR) {
-    const Group group = load_group(from, 0);
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) values[i] = channel(group, i);
-  } else {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) values[i] = to_float(from[i]);
-  }
-}
-
-template <int COUNT>
-DEVICE void store(T* to, const float (&values)[COUNT]) {
-  if constexpr (VECTOR) {
-    store_group(to, 0, pack_group(values));
-  } else {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) to[i] = to_scalar<T>(values[i]);
-  }
-}
-
-DEVICE void add_product(float (&sums)[ACCESS], float weight, const float (&values)[ACCESS]) {
-#pragma unroll
-  for (int i = 0; i < ACCESS; ++i) sums[i] += weight * values[i];
-}
 
 // A thread for each pixel and head. The scores of a block go out together.
 KERNEL(THREADS, BLOCKS) local_scores(const Arguments arguments) {

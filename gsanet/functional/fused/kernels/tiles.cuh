@@ -12,8 +12,6 @@ using T = SCALAR;
 constexpr int THREADS = 32 * WARPS;
 constexpr int ACCESS = VECTOR ? PER_ACCESS<T> : 1;  // scalars that a thread moves at once
 
-DEVICE float infinity() { return bits_float(0x7f800000u); }
-
 template <int VALUE_>
 struct Constant {
   static constexpr int value = VALUE_;

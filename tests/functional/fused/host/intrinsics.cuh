@@ -63,6 +63,7 @@ inline float flush(float value) { return __builtin_fabsf(value) < 0x1p-126f ? __
 }  // namespace host
 
 DEVICE float power_of_two(float value) { return host::flush(__builtin_exp2f(host::flush(value))); }
+DEVICE float logarithm_of_two(float value) { return __builtin_log2f(host::flush(value)); }
 DEVICE float exponential(float value) { return power_of_two(value * 1.4426950408889634f); }
 
 // Two floats rounded to T, in one word.
