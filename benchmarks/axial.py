@@ -8,15 +8,13 @@ one process and in turns. Each line has the times, their ratio, what the maps' b
 errors of output and gradients of both ways against PyTorch's operators in float32. Needs a GPU.
 """
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from against_compiled import compare
+from against_compiled import compare, compare_network
 from torch import Tensor
 
-from gsanet.bench import environment
 from gsanet.functional.axial import attend_by_products
 from gsanet.functional.fused import axial as fused
 
@@ -66,21 +64,15 @@ def compare_case(case: Case, batch: int, turned: bool) -> dict[str, float]:
     return compare(title, fused.axial_attention, attend_by_products, inputs, d_out, (4 * unit, 11 * unit))
 
 
+def times(case: Case, batch: int) -> Iterator[tuple[int, dict[str, float]]]:
+    """Along columns, then along rows."""
+    for turned in (False, True):
+        yield case.times, compare_case(case, batch, turned)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compare all shapes, and add up a step of the network."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--images", type=int, default=64, choices=CASES, help="pixels of their side")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("the kernels need a GPU")
-    print(", ".join(f"{name} {value}" for name, value in environment("cuda").items()))
-    total: dict[str, float] = {}
-    for case in CASES[options.images]:
-        for turned in (False, True):
-            for name, time in compare_case(case, options.batch, turned).items():
-                total[name] = total.get(name, 0.0) + case.times * time
-    print("all modules of a training step: " + ", ".join(f"{name} {time / 1e3:.2f} ms" for name, time in total.items()))
+    compare_network(__doc__, CASES, times, arguments)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ Each line has the times, their ratio, what the maps' bytes alone would take, and
 gradients of both ways against PyTorch's operators in float32. Needs a GPU.
 """
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from against_compiled import compare
+from against_compiled import compare, compare_network
 from torch import Tensor
 
-from gsanet.bench import environment
 from gsanet.functional.fused import relation as fused
 from gsanet.functional.relation import relate_by_products
 
@@ -70,18 +68,7 @@ def compare_case(case: Case, batch: int) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compare all shapes, and add up a step of the network."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--images", type=int, default=64, choices=CASES, help="pixels of their side")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("the kernels need a GPU")
-    print(", ".join(f"{name} {value}" for name, value in environment("cuda").items()))
-    total: dict[str, float] = {}
-    for case in CASES[options.images]:
-        for name, time in compare_case(case, options.batch).items():
-            total[name] = total.get(name, 0.0) + case.times * time
-    print("all modules of a training step: " + ", ".join(f"{name} {time / 1e3:.2f} ms" for name, time in total.items()))
+    compare_network(__doc__, CASES, lambda case, batch: [(case.times, compare_case(case, batch))], arguments)
 
 
 if __name__ == "__main__":

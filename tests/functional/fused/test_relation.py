@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 from functional.fused.graphs import capture
+from functional.fused.test_axial import check_module
 from functional.fused.test_instantiations import MACHINES, check_that_they_fit
 from functional.fused.test_kernels import BF16, FLOAT, HALF, check_close, normal, same_bits
 from torch.utils.flop_counter import FlopCounterMode
@@ -131,23 +132,9 @@ def test_what_is_not_a_number_stays_with_its_windows(kernels):
 
 
 def test_the_module_with_autocast(kernels):
-    """On a GPU parameters in float32, on the host all in bfloat16."""
     torch.manual_seed(0)
-    module = LocalRelation(16, 24, stride=2)
-    exact = LocalRelation(16, 24, stride=2).double()
-    exact.load_state_dict(module.state_dict())
     x = torch.randn(2, 16, 7, 9).to(memory_format=torch.channels_last)
-    expected_x = x.double().requires_grad_()
-    module, x = module.to(kernels.device), x.to(kernels.device)
-    if kernels.device == "cpu":
-        module, x = module.to(BF16), x.to(BF16)
-    x.requires_grad_()
-    with kernels.running(), torch.autocast("cuda", BF16, enabled=kernels.device != "cpu"):
-        out = module(x)
-    (found,) = torch.autograd.grad(out.float().square().sum(), x)
-    (expected,) = torch.autograd.grad(exact(expected_x).square().sum(), expected_x)
-    assert kernels.entries >= ENTRIES
-    assert (found.double().cpu() - expected).norm() / expected.norm() < 4e-2
+    check_module(kernels, LocalRelation(16, 24, stride=2), x, ENTRIES)
 
 
 def test_maps_that_are_not_dense(kernels):

@@ -139,16 +139,22 @@ DEVICE float for_each_weight(const Arguments& arguments, const Task& task, const
   return largest;
 }
 
+// Calls work(task, pixel, own) for each of this thread's pixels x', own its index in a map of one number for each head, with the
+// prior where they find it.
+template <class Work>
+DEVICE void for_each_pixel(const Arguments& arguments, float* prior, Work work) {
+  const Task task(arguments, arguments.inner);
+  load_prior(prior, arguments);
+  if (!task.used) return;
+  for (int number = task.first; number < task.end; number += SLOTS)
+    work(task, Pixel(arguments.inner, number), static_cast<long long>(number) * arguments.heads + task.head);
+}
+
 KERNEL(THREADS, BLOCKS) relation_forward(const Arguments arguments) {
   SHARED_MEMORY(memory);
   float* const prior = reinterpret_cast<float*>(memory);
-  const Task task(arguments, arguments.inner);
   take_turn();
-  load_prior(prior, arguments);
-  if (!task.used) return;
-  for (int number = task.first; number < task.end; number += SLOTS) {
-    const Pixel pixel(arguments.inner, number);
-    const long long own = static_cast<long long>(number) * arguments.heads + task.head;
+  for_each_pixel(arguments, prior, [&](const Task& task, const Pixel& pixel, long long own) {
     const float key = own_key(arguments, pixel, task.head), slope = 2.f * (arguments.queries[own] - key);
     Head sums = {};
     float total = 0.f;
@@ -161,7 +167,7 @@ KERNEL(THREADS, BLOCKS) relation_forward(const Arguments arguments) {
     });
     sums.scale(1.f / total);
     sums.write(arguments.out + own * CHANNELS);
-  }
+  });
 }
 
 // The gradient of the queries, and the marks. With weights w and their gradients g it is twice the sum of w (g - delta) u, delta the
@@ -169,13 +175,8 @@ KERNEL(THREADS, BLOCKS) relation_forward(const Arguments arguments) {
 KERNEL(THREADS, BLOCKS) relation_queries(const Arguments arguments) {
   SHARED_MEMORY(memory);
   float* const prior = reinterpret_cast<float*>(memory);
-  const Task task(arguments, arguments.inner);
   take_turn();
-  load_prior(prior, arguments);
-  if (!task.used) return;
-  for (int number = task.first; number < task.end; number += SLOTS) {
-    const Pixel pixel(arguments.inner, number);
-    const long long own = static_cast<long long>(number) * arguments.heads + task.head;
+  for_each_pixel(arguments, prior, [&](const Task& task, const Pixel& pixel, long long own) {
     const float key = own_key(arguments, pixel, task.head), slope = 2.f * (arguments.queries[own] - key);
     Head gradient;
     gradient.read(arguments.out + own * CHANNELS);
@@ -191,7 +192,7 @@ KERNEL(THREADS, BLOCKS) relation_queries(const Arguments arguments) {
     delta *= inverse;
     arguments.d_queries[own] = 2.f * inverse * (products - delta * differences);
     arguments.marks[own] = {key, slope, largest + logarithm_of_two(total), delta};
-  }
+  });
 }
 
 // The gradients of keys and values, and the block's part of that of the prior.
