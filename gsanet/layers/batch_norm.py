@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from gsanet.functional.fused.norms import batch_norm, takes
 from gsanet.layers.watched import is_watched
 
-__all__ = ["CompiledBatchNormAct2d"]
+__all__ = ["CompiledBatchNormAct2d", "normalise"]
 
 
 @register_notrace_module
@@ -41,3 +41,10 @@ class CompiledBatchNormAct2d(BatchNormAct2d):
         for module in network.modules():
             if type(module) is BatchNormAct2d:
                 module.__class__ = CompiledBatchNormAct2d  # nothing that it holds is different
+
+
+def normalise(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """As `norm(x)`, faster in the same way."""
+    plain = torch.compiler.is_compiling() and type(norm) is nn.BatchNorm2d and not is_watched(norm)
+    out: Tensor = batch_norm(x, norm) if plain and takes(x, norm) else norm(x)
+    return out

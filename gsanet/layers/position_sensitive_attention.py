@@ -12,11 +12,17 @@ have half the channels of v.
 import torch
 from torch import Tensor, nn
 
+from gsanet.functional.backends import Axis
 from gsanet.functional.checks import check_feature_map, check_half_heads
+from gsanet.functional.fused import position_sensitive as fused
+from gsanet.functional.fused.norms import applied_with, in_float32, keep_statistics
 from gsanet.functional.lean import fit_table
 from gsanet.functional.pooling import average_pool
+from gsanet.functional.position_sensitive import score_moments, split
 from gsanet.layers.attention import Combination, Properties
+from gsanet.layers.batch_norm import normalise
 from gsanet.layers.relative import RelativeTables
+from gsanet.layers.watched import is_watched
 
 
 class PositionSensitiveAttention(RelativeTables):
@@ -24,8 +30,9 @@ class PositionSensitiveAttention(RelativeTables):
 
     The tables `rel_column` and `rel_row` hold r^q, r^k and r^v side by side, shared by the heads.
 
-    Memory: for columns num_heads x height scores a pixel (for rows num_heads x width), in three parts that are
-    normalised and added: about eight tensors of that size at the peak, seventeen with autograd.
+    Memory: on an NVIDIA GPU, with lines of up to 64 pixels, maps alone. Elsewhere for columns num_heads x height scores
+    a pixel (for rows num_heads x width), in three parts that are normalised and added: about eight tensors of that
+    size at the peak, seventeen with autograd.
 
     Args:
         dim: Input channels.
@@ -76,8 +83,8 @@ class PositionSensitiveAttention(RelativeTables):
         self.check_size(x)
         assert self.rel_column is not None
         assert self.rel_row is not None
-        x = self.column(x, self.rel_column)
-        x = self.row(x.transpose(2, 3), self.rel_row).transpose(2, 3)
+        x = self.column(x, self.rel_column, "column")
+        x = self.row(x, self.rel_row, "row")
         return average_pool(x, self.stride)
 
     def extra_repr(self) -> str:
@@ -86,7 +93,7 @@ class PositionSensitiveAttention(RelativeTables):
 
 
 class LineAttention(nn.Module):
-    """Position-sensitive attention along the columns of a map, with its projection and norms."""
+    """Position-sensitive attention along one axis of a map, with its projection and norms."""
 
     def __init__(
         self,
@@ -109,26 +116,63 @@ class LineAttention(nn.Module):
         for norm in (self.norm_qkv, self.norm_scores, self.norm_out):
             norm.reset_parameters()
 
-    def forward(self, feature_map: Tensor, rel: Tensor) -> Tensor:
-        """From (batch, dim, x, y) to (batch, dim_out, x, y) along x; `rel` is (2 * length - 1, r^q | r^k | r^v)."""
-        length = feature_map.shape[2]
-        projected = self.norm_qkv(self.qkv(feature_map)).unflatten(1, (self.num_heads, -1))  # b, n, q | k | v, x, y
-        width = projected.shape[2] // 4
-        q, k, v = projected.split((width, width, 2 * width), dim=2)
-        table = fit_table(rel, length, reach=None).to(q.dtype).unfold(0, length, 1).flip(0)  # x, channel, i
-        rel_q, rel_k, rel_v = table.split((width, width, 2 * width), dim=1)
+    def forward(self, feature_map: Tensor, rel: Tensor, axis: Axis) -> Tensor:
+        """From (batch, dim, height, width) to (batch, dim_out, height, width); `rel` is r^q | r^k | r^v by offset."""
+        projected = normalise(self.norm_qkv, self.qkv(feature_map))
+        pixels = projected.permute(0, 2, 3, 1).unflatten(-1, (self.num_heads, -1))
+        pixels = pixels if axis == "column" else pixels.transpose(1, 2)  # b, x, y, n, q | k | v
+        table = fit_table(rel, pixels.shape[1], reach=None)
+        attend = self._attend_by_moments if self._may_use_moments(pixels, table) else self._attend_by_scores
+        out = attend(pixels, table)  # b, x, y, part, n, v
+        out = out if axis == "column" else out.transpose(1, 2)
+        return normalise(self.norm_out, out.flatten(3).permute(0, 3, 1, 2)).unflatten(1, (2, -1)).sum(dim=1)
+
+    def _attend_by_scores(self, pixels: Tensor, table: Tensor) -> Tensor:
+        """All scores, normalised by their norm."""
+        length = pixels.shape[1]
+        q, k, v = split(pixels)
+        rel_q, rel_k, rel_v = split(table.to(q.dtype).unfold(0, length, 1).flip(0).transpose(1, 2))  # x, i, channel
         scores = torch.stack(
             (
-                torch.einsum("bnkxy,bnkiy->bnyxi", q, k),
-                torch.einsum("bnkxy,xki->bnyxi", q, rel_q),
-                torch.einsum("bnkiy,xki->bnyxi", k, rel_k),
+                torch.einsum("bxynk,biynk->bnyxi", q, k),
+                torch.einsum("bxynk,xik->bnyxi", q, rel_q),
+                torch.einsum("biynk,xik->bnyxi", k, rel_k),
             ),
             dim=1,
         )  # b, part, n, y, x, i
         scores = self.norm_scores(scores.flatten(4, 5).flatten(1, 2)).unflatten(1, (3, self.num_heads)).sum(dim=1)
         weights = scores.unflatten(3, (length, length)).softmax(dim=-1).to(v.dtype)  # b, n, y, x, i
-        parts = torch.stack(
-            (torch.einsum("bnyxi,bnviy->bnvxy", weights, v), torch.einsum("bnyxi,xvi->bnvxy", weights, rel_v)), dim=1
+        return torch.stack(
+            (torch.einsum("bnyxi,biynv->bxynv", weights, v), torch.einsum("bnyxi,xiv->bxynv", weights, rel_v)), dim=3
         )
-        out = self.norm_out(parts.flatten(1, 3))  # part x n x v as channels
-        return out.unflatten(1, (2, -1)).sum(dim=1)
+
+    def _may_use_moments(self, pixels: Tensor, table: Tensor) -> bool:
+        """Whether the norm of scores is one whose statistics are all there is to it, and kernels take the rest."""
+        norm = self.norm_scores
+        if type(norm) is not nn.BatchNorm2d or is_watched(norm) or not fused.takes(pixels, table):
+            return False
+        return pixels.shape[:3].numel() * pixels.shape[1] > 1 if norm.training else norm.running_var is not None
+
+    def _attend_by_moments(self, pixels: Tensor, table: Tensor) -> Tensor:
+        """The same without scores in memory: all that their norm does is to multiply each part of a head by a factor.
+
+        What it adds is the same for all pixels, so that the softmax does not see it, and its gradient is zero.
+        """
+        norm = self.norm_scores
+        weight, bias = in_float32(norm)
+        if norm.training:
+            mean, variance = score_moments(pixels, table)
+            applied = applied_with(mean.flatten(), variance.flatten(), weight, bias, norm.eps)
+            keep_statistics(norm, applied, pixels.shape[:3].numel() * pixels.shape[1])
+            factors = torch.rsqrt(variance.flatten() + norm.eps)
+        else:
+            assert norm.running_var is not None
+            factors = torch.rsqrt(norm.running_var.float() + norm.eps)
+        if weight is not None:
+            factors = factors * weight
+        if bias is not None:
+            factors = factors + 0 * bias
+        content, by_query, by_key = factors.unflatten(0, (3, self.num_heads, 1, 1)).unbind()
+        rel_q, rel_k, rel_v = split(table)
+        tables = torch.cat((rel_q * by_query, rel_k.flip(0) * by_key, rel_v.expand(self.num_heads, -1, -1)), dim=-1)
+        return fused.position_sensitive_attention(pixels, tables.to(pixels.dtype), content.flatten())

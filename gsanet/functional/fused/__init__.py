@@ -91,7 +91,7 @@ def _with_batch_norm(
     if widened(value) != value:
         used = narrow(used, heads, value)
         out = narrow(out.permute(0, 2, 3, 1), heads, value).permute(0, 3, 1, 2)
-    keep_statistics(norm, used, x)
+    keep_statistics(norm, used, x.numel() // x.shape[1])
     return out
 
 

@@ -99,11 +99,17 @@ NormPool: Any = _structure(
     images=c_int, height=c_int, width=c_int, channels=c_int, strip=c_int, groups=c_int,
 )  # fmt: skip
 
-
 Axial: Any = _structure(
     "Axial",
     queries=Map, keys=Map, values=Map, out=Map, d_queries=Map, d_keys=Map, d_values=Map,
     table=c_void_p, partial=c_void_p, lines=c_int, bundles=c_int, total=c_int, factor=c_float, scale=c_float,
+)  # fmt: skip
+
+PositionSensitive: Any = _structure(
+    "PositionSensitive",
+    projected=Map, out=Map, d_projected=Map,
+    tables=c_void_p, content=c_void_p, partial=c_void_p, d_content=c_void_p,
+    lines=c_int, bundles=c_int, total=c_int, heads=c_int,
 )  # fmt: skip
 
 

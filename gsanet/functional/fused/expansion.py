@@ -69,7 +69,7 @@ def expand(
         norm_weight, norm_bias = in_float32(norm)
         with torch.no_grad():
             found = moments(x, weight, norm_weight, norm_bias, norm.eps)
-            keep_statistics(norm, found.applied, x)
+            keep_statistics(norm, found.applied, x.numel() // x.shape[1])
             scale, shift, _, inverse, _ = found.applied.unbind()
             folded = (weight * scale[:, None]).to(x.dtype)
         return expansion_ops.expansion(

@@ -29,7 +29,7 @@ def takes(x: Tensor, norm: nn.BatchNorm2d) -> bool:
 def batch_norm(x: Tensor, norm: nn.BatchNorm2d, relu: bool = False) -> Tensor:
     """As `norm(x)`, or `relu(norm(x))`, for what `takes` takes; for torch.compile, to which all but sums is left."""
     out, applied = _BatchNorm.apply(x, centre_of(norm, x), *in_float32(norm), norm.eps, relu)
-    keep_statistics(norm, applied, x)
+    keep_statistics(norm, applied, x.numel() // x.shape[1])
     return out
 
 
@@ -82,7 +82,7 @@ def norm_relu_max_pool(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     """
     weight, bias = in_float32(norm)
     out, _, _, applied = norm_ops.norm_relu_max_pool(x, centre_of(norm, x), weight, bias, norm.eps)
-    keep_statistics(norm, applied, x)
+    keep_statistics(norm, applied, x.numel() // x.shape[1])
     return out
 
 
@@ -107,17 +107,16 @@ def centre_of(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def keep_statistics(norm: nn.BatchNorm2d, applied: Tensor, x: Tensor) -> None:
+def keep_statistics(norm: nn.BatchNorm2d, applied: Tensor, count: int) -> None:
     """Bring a norm's running statistics up to date, where `norm(x)` would; it need not have any.
 
     Args:
         norm: The norm.
         applied: Scale, shift, mean, 1 / standard deviation and variance of the batch, (5, channels).
-        x: What these are of, (batch, channels, height, width), or another map with as many pixels.
+        count: How many numbers of each channel these are of.
     """
     if not (norm.training and norm.track_running_stats):
         return
-    count = x.shape[0] * x.shape[2] * x.shape[3]
     kept = norm.running_mean, norm.running_var, norm.num_batches_tracked
     if norm.momentum is not None and _are_as_usual(kept, applied):
         norm_ops.keep_statistics(*kept, applied, count, norm.momentum)

@@ -242,6 +242,9 @@ def test_rows_of_products_are_stored(entry, dtype, order):
         (22, "access to address .*, where there is no memory"),
         (23, "assume_threads: 32 threads where there are 64"),
         (24, "store_matrices: byte 8 of shared memory is not a multiple of 16"),
+        (25, "copy_async: byte 4 of shared memory is not a multiple of 8"),
+        (26, "copy_async: byte 64 is outside of the block's 64 bytes"),
+        (27, "copy_async: address .* is not a multiple of 8"),
     ],
 )
 def test_errors(how, message, order):

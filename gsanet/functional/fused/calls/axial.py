@@ -10,7 +10,8 @@ from gsanet.functional.fused.calls import launching
 from gsanet.functional.fused.calls.parts import sum_parts
 from gsanet.functional.fused.calls.tensors import shape_of, side_by_side
 from gsanet.functional.fused.plan import Launch, Shape
-from gsanet.functional.fused.plan.axial import bundle_lines, plan_axial
+from gsanet.functional.fused.plan.axial import plan_axial
+from gsanet.functional.fused.plan.softmax_lines import bundles_of
 
 
 def axial_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, out: Tensor) -> None:
@@ -51,7 +52,7 @@ def _plan(shape: Shape, q: Tensor, entry: str) -> Launch:
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, table: Tensor, out: Tensor) -> arguments.Axial:
     images, length, lines = q.shape[:3]
-    bundles = -(-lines // bundle_lines(length))
+    bundles = bundles_of(lines, length)
     scale = q.shape[4] ** -0.5
     queries, keys, values, results = (arguments.line_map(one, "column") for one in (q, k, v, out))
     return arguments.Axial(

@@ -8,42 +8,27 @@
 // memory of a map that is not needed any more.
 #include "axial.cuh"
 
-template <int COUNT, int OUT>
-DEVICE void clear(float (&sums)[COUNT][OUT][4]) {
-#pragma unroll
-  for (int i = 0; i < COUNT * OUT * 4; ++i) sums[i / (OUT * 4)][i / 4 % OUT][i % 4] = 0.f;
-}
-
-// Sums of a whole line, as scalars, to the warp's head in a tile.
-template <class H>
-DEVICE void store_line(T* tile, const float (&sums)[STEPS][H::GROUPS][4]) {
-  warp_barrier();  // nobody needs what was there
-#pragma unroll
-  for (int i = 0; i < STEPS; ++i)
-    store_rows<16, T>(sums[i], [&](int row) { return tile + (i * 16 + row) * H::PITCH; });
-}
-
 KERNEL(THREADS, BLOCKS) axial_forward(const Arguments arguments) {
   SHARED_MEMORY(memory);
   T* const table = reinterpret_cast<T*>(memory);
   T* const buffer = table + TABLE + warp_index() * BUFFER;  // for floats
   T* const stages = table + TABLE + (IS_FLOAT<T> ? WARPS * BUFFER : 0);
-  constexpr int STAGE = 2 * Keys::TILE + Values::TILE;
+  constexpr int STAGE = 2 * KEYS + VALUES;
   const Skew skew;
   take_turn();
   fetch_table(table, arguments.table);
   for_each_bundle(
-      arguments,
+      arguments.lines,
       [&](const Bundle& bundle, int stage) {
         T* const tiles = stages + stage * STAGE;
         fetch<KEY>(tiles, arguments.queries, bundle);
-        fetch<KEY>(tiles + Keys::TILE, arguments.keys, bundle);
-        fetch<VALUE>(tiles + 2 * Keys::TILE, arguments.values, bundle);
+        fetch<KEY>(tiles + KEYS, arguments.keys, bundle);
+        fetch<VALUE>(tiles + 2 * KEYS, arguments.values, bundle);
       },
       [&](const Bundle& bundle, int stage) {
         T* const tiles = stages + stage * STAGE;
         const T* const queries = tiles + warp_index() * Keys::CHANNELS;
-        T* const values = tiles + 2 * Keys::TILE + warp_index() * Values::CHANNELS;
+        T* const values = tiles + 2 * KEYS + warp_index() * Values::CHANNELS;
         float out[STEPS][Values::GROUPS][4];
         clear(out);
 #pragma unroll
@@ -51,7 +36,7 @@ KERNEL(THREADS, BLOCKS) axial_forward(const Arguments arguments) {
           Keys::Lefts own;
           float scores[GROUPS][4], inverse[2];
           load_lefts<Keys>(own, queries + step * 16 * Keys::PITCH);
-          attend(scores, inverse, own, queries + Keys::TILE, table, step, arguments.factor, skew);
+          attend(scores, inverse, own, queries + KEYS, table, step, arguments.factor, skew);
           Rounded weights[GROUPS];
 #pragma unroll
           for (int i = 0; i < GROUPS; ++i) weights[i] = Rounded(scores[i]);
@@ -62,37 +47,8 @@ KERNEL(THREADS, BLOCKS) axial_forward(const Arguments arguments) {
         }
         store_line<Values>(values, out);
         block_barrier();
-        store<VALUE>(tiles + 2 * Keys::TILE, arguments.out, bundle);
+        store<VALUE>(tiles + 2 * KEYS, arguments.out, bundle);
       });
-}
-
-// From weights and the gradients of them to gradients of scores, in the place of the weights.
-DEVICE void differentiate(float (&weights)[GROUPS][4], const float (&slopes)[GROUPS][4], float scale) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float mean = 0.f;
-#pragma unroll
-    for (int i = 0; i < GROUPS; ++i)
-#pragma unroll
-      for (int j = 2 * half; j < 2 * half + 2; ++j) mean += weights[i][j] * slopes[i][j];
-    mean += shuffle_xor(mean, 1);
-    mean += shuffle_xor(mean, 2);
-#pragma unroll
-    for (int i = 0; i < GROUPS; ++i)
-#pragma unroll
-      for (int j = 2 * half; j < 2 * half + 2; ++j) weights[i][j] *= (slopes[i][j] - mean) * scale;
-  }
-}
-
-template <int NUMBER>
-struct Step {
-  static constexpr int INDEX = NUMBER;
-};
-
-template <int NUMBER = 0, class Use>
-DEVICE void for_each_step(Use use) {
-  use(Step<NUMBER>{});
-  if constexpr (NUMBER + 1 < STEPS) for_each_step<NUMBER + 1>(use);
 }
 
 // The table's gradient from all warps, in their order, to the block's part. All threads call it.
@@ -119,27 +75,27 @@ KERNEL(THREADS, BLOCKS) axial_backward(const Arguments arguments) {
   T* const table = reinterpret_cast<T*>(memory);
   T* const buffer = table + TABLE + warp_index() * BUFFER;
   T* const stages = table + TABLE + WARPS * BUFFER;
-  constexpr int STAGE = 2 * Keys::TILE + 2 * Values::TILE;
+  constexpr int STAGE = 2 * KEYS + 2 * VALUES;
   const Skew skew;
   float d_table[2 * STEPS][Keys::GROUPS][4];
   clear(d_table);
   take_turn();
   fetch_table(table, arguments.table);
   for_each_bundle(
-      arguments,
+      arguments.lines,
       [&](const Bundle& bundle, int stage) {
         T* const tiles = stages + stage * STAGE;
         fetch<KEY>(tiles, arguments.queries, bundle);
-        fetch<KEY>(tiles + Keys::TILE, arguments.keys, bundle);
-        fetch<VALUE>(tiles + 2 * Keys::TILE, arguments.values, bundle);
-        fetch<VALUE>(tiles + 2 * Keys::TILE + Values::TILE, arguments.out, bundle);
+        fetch<KEY>(tiles + KEYS, arguments.keys, bundle);
+        fetch<VALUE>(tiles + 2 * KEYS, arguments.values, bundle);
+        fetch<VALUE>(tiles + 2 * KEYS + VALUES, arguments.out, bundle);
       },
       [&](const Bundle& bundle, int stage) {
         T* const tiles = stages + stage * STAGE;
         T* const queries = tiles + warp_index() * Keys::CHANNELS;
-        T* const keys = queries + Keys::TILE;
-        T* const values = tiles + 2 * Keys::TILE + warp_index() * Values::CHANNELS;
-        const T* const gradients = values + Values::TILE;
+        T* const keys = queries + KEYS;
+        T* const values = tiles + 2 * KEYS + warp_index() * Values::CHANNELS;
+        const T* const gradients = values + VALUES;
         float d_keys[STEPS][Keys::GROUPS][4], d_values[STEPS][Values::GROUPS][4];
         clear(d_keys), clear(d_values);
         // One after the other, at compile time: which rows of the table meet the pixels depends on it.
@@ -184,8 +140,8 @@ KERNEL(THREADS, BLOCKS) axial_backward(const Arguments arguments) {
         store_line<Values>(values, d_values);
         block_barrier();
         store<KEY>(tiles, arguments.d_queries, bundle);
-        store<KEY>(tiles + Keys::TILE, arguments.d_keys, bundle);
-        store<VALUE>(tiles + 2 * Keys::TILE, arguments.d_values, bundle);
+        store<KEY>(tiles + KEYS, arguments.d_keys, bundle);
+        store<VALUE>(tiles + 2 * KEYS, arguments.d_values, bundle);
       });
   write_table(reinterpret_cast<float*>(stages), d_table, arguments.partial);
 }

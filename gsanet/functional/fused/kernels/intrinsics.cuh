@@ -212,10 +212,14 @@ DEVICE void multiply_add_tf32(float& d0, float& d1, float& d2, float& d3, const 
         "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
 }
 
-// 16 bytes from global to shared memory in the background, or 16 zero bytes if not valid.
+// 16 or 8 bytes from global to shared memory in the background, or as many zero bytes if not valid.
+template <int BYTES = 16>
 DEVICE void copy_async(void* shared, const void* global, bool valid) {
   const Word address = static_cast<Word>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(valid ? 16 : 0) : "memory");
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(valid ? 16 : 0) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(global), "n"(BYTES), "r"(valid ? BYTES : 0) : "memory");
 }
 
 // Have so many bytes, a multiple of 16, come to the cache that all multiprocessors share. Nothing is read: what is written

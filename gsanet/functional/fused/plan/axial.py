@@ -4,21 +4,11 @@ import functools
 
 from gsanet.functional.fused.compiler import specialise
 from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine, Shape, round_up
+from gsanet.functional.fused.plan.softmax_lines import LONGEST, bundles_of, grid_of, rows_of, shares_of
 
-LONGEST = 64  # pixels of a line, whose scores are in registers
 LARGEST = 1024  # pixels of a line times channels of a head: gradients of keys and values are in registers
 TOGETHER = 256  # channels of a block, at most
 BLOCKS = {"axial_forward": 3, "axial_backward": 2}  # of eight warps, on a multiprocessor
-
-
-def rows_of(length: int) -> int:
-    """Pixels of a bundle of lines, in shared memory."""
-    return round_up(length * bundle_lines(length), 16)
-
-
-def bundle_lines(length: int) -> int:
-    """How many lines are treated as one."""
-    return 16 // length if length <= 16 else 1
 
 
 def fits_axial(length: int, key: int, value: int) -> bool:
@@ -41,8 +31,7 @@ def plan_axial(machine: Machine, shape: Shape, length: int, lines: int, images: 
     """
     backward = entry == "axial_backward"
     key, value = shape.padded(shape.key), shape.padded(shape.value)
-    fitting = [n for n in range(1, min(8, shape.heads) + 1) if shape.heads % n == 0]
-    for heads in reversed(fitting):
+    for heads in shares_of(shape.heads):
         shared = _shared(shape, rows_of(length), heads, key, value, backward)
         if heads * max(key, value) <= TOGETHER and shared <= machine.shared_memory:
             break
@@ -64,9 +53,7 @@ def plan_axial(machine: Machine, shape: Shape, length: int, lines: int, images: 
         VECTOR=shape.vector,
         BLOCKS=blocks,
     )
-    groups = shape.heads // heads
-    bundles = images * -(-lines // bundle_lines(length))
-    grid = min(bundles, max(1, machine.multiprocessors * blocks // groups)), groups
+    grid = grid_of(machine, images * bundles_of(lines, length), blocks, shape.heads // heads)
     return Launch(kernel, grid, 32 * heads, shared)
 
 

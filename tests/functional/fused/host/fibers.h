@@ -46,6 +46,7 @@ inline bool same(const Site& one, const Site& other) {
 struct Copy {
   void* to;
   const void* from;  // null: zeros
+  int bytes;
   bool done;
 };
 
@@ -245,21 +246,22 @@ inline void leave() {
 
 // ---------------------------------------------------------------------------------------------------- memory
 
-inline void check_shared(const void* address, const char* what) {
+inline void check_shared(const void* address, const char* what, int bytes = 16) {
   const ptrdiff_t offset = static_cast<const unsigned char*>(address) - shared_memory;
-  if (__builtin_expect(offset < 0 || offset + 16 > static_cast<ptrdiff_t>(machine.launch.shared_bytes), 0))
+  if (__builtin_expect(offset < 0 || offset + bytes > static_cast<ptrdiff_t>(machine.launch.shared_bytes), 0))
     fail("%s: byte %td is outside of the block's %zu bytes of shared memory", what, offset,
          static_cast<size_t>(machine.launch.shared_bytes));
-  if (__builtin_expect(offset % 16 != 0, 0)) fail("%s: byte %td of shared memory is not a multiple of 16", what, offset);
+  if (__builtin_expect(offset % bytes != 0, 0))
+    fail("%s: byte %td of shared memory is not a multiple of %d", what, offset, bytes);
 }
 
 inline void do_copy(Copy& copy) {
   if (copy.done) return;
   copy.done = true;
   if (copy.from)
-    memcpy(copy.to, copy.from, 16);
+    memcpy(copy.to, copy.from, copy.bytes);
   else
-    memset(copy.to, 0, 16);
+    memset(copy.to, 0, copy.bytes);
 }
 
 inline unsigned char guard_byte(const unsigned char* at) {

@@ -104,6 +104,7 @@ enum Product { BF16_8, BF16_16, F16_8, F16_16, TF32_8 };
 Words load_matrices(int count, bool transposed, const void* row, const char* file, int line);
 void store_matrices(int count, void* row, Words words, const char* file, int line);
 Sums multiply(Product product, Sums sums, Words left, uint2 right, const char* file, int line);
+void copy_async(void* shared, const void* global, int bytes, bool valid);
 void wait_for_groups(size_t left);
 
 }  // namespace host
@@ -174,8 +175,11 @@ DEVICE void multiply_add_tf32(float& d0, float& d1, float& d2, float& d3, const 
                        {float_bits(b[0]), float_bits(b[1])}, file, line);
 }
 
-// 16 bytes from global to shared memory in the background, or 16 zero bytes if not valid.
-void copy_async(void* shared, const void* global, bool valid);
+// 16 or 8 bytes from global to shared memory in the background, or as many zero bytes if not valid.
+template <int BYTES = 16>
+DEVICE void copy_async(void* shared, const void* global, bool valid) {
+  host::copy_async(shared, global, BYTES, valid);
+}
 
 // Nothing comes of it, but the whole stretch must be there.
 void bring_near(const void* global, int bytes);

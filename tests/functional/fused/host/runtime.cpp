@@ -12,10 +12,20 @@ alignas(4096) unsigned char memory_and_guards[GUARD + MOST_SHARED + GUARD];
 static void finish_copies(size_t count) {
   std::vector<Copy>& copies = current().copies;
   for (size_t i = 0; i < count; ++i) {
-    note(copies[i].to, 16, true);
+    note(copies[i].to, copies[i].bytes, true);
     do_copy(copies[i]);
   }
   copies.erase(copies.begin(), copies.begin() + count);
+}
+
+void copy_async(void* shared, const void* global, int bytes, bool valid) {
+  check_shared(shared, "copy_async", bytes);
+  if (reinterpret_cast<uintptr_t>(global) % bytes) fail("copy_async: address %p is not a multiple of %d", global, bytes);
+  note(shared, bytes, true);
+  Copy copy = {shared, valid ? global : nullptr, bytes, false};
+  const int order = machine.launch.order;
+  if (order == REVERSE || (order == RANDOM && draw() % 2)) do_copy(copy);
+  current().copies.push_back(copy);
 }
 
 void wait_for_groups(size_t left) {
@@ -108,16 +118,6 @@ Word turn_matrix(Word word, const char* file, int line) {
   warp.words[lane.lane][0] = word;
   host::meet({"turn_matrix", file, line}, host::turn);
   return warp.results[lane.lane][0];
-}
-
-void copy_async(void* shared, const void* global, bool valid) {
-  host::check_shared(shared, "copy_async");
-  if (reinterpret_cast<uintptr_t>(global) % 16) host::fail("copy_async: address %p is not a multiple of 16", global);
-  host::note(shared, 16, true);
-  host::Copy copy = {shared, valid ? global : nullptr, false};
-  const int order = host::machine.launch.order;
-  if (order == host::REVERSE || (order == host::RANDOM && host::draw() % 2)) host::do_copy(copy);
-  host::current().copies.push_back(copy);
 }
 
 void wait_for_copies() {

@@ -114,8 +114,9 @@ KERNEL(256, 1) reduction(BlockArguments arguments) {
   SHARED_MEMORY(memory);
   float* values = reinterpret_cast<float*>(memory);
   const int thread = thread_index(), block = block_row() * block_count() + block_index();
-  if (thread < 64)
-    copy_async(values + 4 * thread, arguments.values + block * 256 + 4 * thread, 4 * thread < arguments.valid);
+  const int first = thread < 32 ? 4 * thread : 128 + 2 * (thread - 32);
+  if (thread < 32) copy_async(values + first, arguments.values + block * 256 + first, first < arguments.valid);
+  if (thread >= 32 && thread < 96) copy_async<8>(values + first, arguments.values + block * 256 + first, first < arguments.valid);
   wait_for_copies();
   block_barrier();
   float sum = values[thread];

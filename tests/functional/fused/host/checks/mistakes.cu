@@ -40,6 +40,9 @@ KERNEL(64, 1) errors(Arguments arguments) {
   if (how == 22) bring_near(arguments.values, 1 << 30);
   if (how == 23) assume_threads(32);
   if (how == 24) store_matrices(memory + 8, words);
+  if (how == 25) copy_async<8>(memory + 4, arguments.values, true);
+  if (how == 26) copy_async<8>(memory + 64, arguments.values, false);
+  if (how == 27) copy_async<8>(memory, arguments.values + 1, true);
   if (how == 14) *reinterpret_cast<Word*>(memory + 2) = 0;
   if (how == 15) arguments.values[1ll << 40] = 0;
   if (how == 16) value = numbers[how / 4];

@@ -1,0 +1,106 @@
+"""Position-sensitive attention as an operator with its gradient: Axial-DeepLab's attention on an NVIDIA GPU."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from gsanet.functional.exporting import is_exporting
+from gsanet.functional.fused import available
+from gsanet.functional.fused.calls import position_sensitive as calls
+from gsanet.functional.fused.plan.position_sensitive import fits_position_sensitive
+from gsanet.functional.position_sensitive import attend_by_products
+from gsanet.functional.transforms import have_tangents
+
+wanted = True  # whether what `takes` takes goes to the kernels; read when a network is compiled
+
+
+def takes(projected: Tensor, table: Tensor) -> bool:
+    """Whether the kernels take a map (batch, x, y, head, channel) and tables of the offsets along x, (offset, channel).
+
+    What they do not take, mistakes too, is for PyTorch's own operators: those of other devices and dtypes, long lines
+    with wide heads, the transforms of `torch.func`, forward-mode derivatives, exports.
+    """
+    if not wanted or is_exporting() or not available.take(projected) or projected.dim() != 5:
+        return False
+    length, channels = projected.shape[1], projected.shape[4]
+    fitting = channels % 4 == 0 and table.shape == (2 * length - 1, channels) and table.device == projected.device
+    return fitting and fits_position_sensitive(length, channels // 4) and not have_tangents((projected, table))
+
+
+@torch.library.custom_op("gsanet::position_sensitive_attention", mutates_args=())
+def position_sensitive_attention(projected: Tensor, tables: Tensor, content: Tensor) -> Tensor:
+    """As `attend_by_products`, for what `takes` takes; pixels of the output lie in memory in the order of the map's."""
+    out = _like_map(projected, _results_of(projected))
+    if out.numel():
+        calls.position_sensitive_attention(projected, tables, content, out)
+    return out
+
+
+@position_sensitive_attention.register_fake
+def _(projected: Tensor, tables: Tensor, content: Tensor) -> Tensor:
+    return _like_map(projected, _results_of(projected))
+
+
+@torch.library.custom_op("gsanet::position_sensitive_gradient", mutates_args=())
+def position_sensitive_gradient(
+    d_out: Tensor, projected: Tensor, tables: Tensor, content: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the map, the tables and the factors."""
+    d_projected = _like_map(projected, projected.shape[3:])
+    if not projected.numel():
+        return d_projected, tables.new_zeros(tables.shape), content.new_zeros(content.shape)
+    return d_projected, *calls.position_sensitive_gradient(d_out, projected, tables, content, d_projected)
+
+
+@position_sensitive_gradient.register_fake
+def _(d_out: Tensor, projected: Tensor, tables: Tensor, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    d_projected = _like_map(projected, projected.shape[3:])
+    return d_projected, tables.new_empty(tables.shape), content.new_empty(content.shape)
+
+
+def _results_of(projected: Tensor) -> tuple[int, int, int]:
+    """By content and by position, for each head, as many channels as values have."""
+    return 2, projected.shape[3], projected.shape[4] // 2
+
+
+def _like_map(x: Tensor, channels: tuple[int, ...]) -> Tensor:
+    """A dense map with the pixels in the order of another: that of a transposed one is transposed too."""
+    batch, length, lines = x.shape[:3]
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(batch, lines, length, *channels).transpose(1, 2)
+    return x.new_empty(batch, length, lines, *channels)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor, ...]:
+    return position_sensitive_gradient(d_out, *ctx.saved_tensors)
+
+
+def _second_gradient(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    """That of the gradient, by PyTorch's own operators."""
+    with torch.enable_grad():
+        d_out, *tensors = (one.detach().requires_grad_() for one in ctx.saved_tensors)
+        out = attend_by_products(*tensors)
+        first = torch.autograd.grad(out, tensors, d_out, create_graph=True)
+    return torch.autograd.grad(first, (d_out, *tensors), gradients)
+
+
+position_sensitive_attention.register_autograd(_gradient, setup_context=_save)
+position_sensitive_gradient.register_autograd(_second_gradient, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.gsanet.position_sensitive_attention)
+def _flops(shape: Any, *args: Any, **kwargs: Any) -> int:
+    """Three products of a score, half as wide as the two with each value."""
+    return 2 * math.prod(shape[:4]) * shape[1] * (3 * shape[4] // 4 + shape[4])
+
+
+@register_flop_formula(torch.ops.gsanet.position_sensitive_gradient)
+def _gradient_flops(d_out_shape: Any, shape: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * _flops(shape)
