@@ -170,6 +170,17 @@ def test_every_kernel_waits_before_all_else(planned):
         assert not early or READ.search(first_mistake(body))
 
 
+def test_every_kernel_runs(gpu):
+    """For compute-sanitizer, which would take very long for all tests.
+
+    compute-sanitizer --tool racecheck python -m pytest -k every_kernel_runs tests/functional/fused/test_dependent.py
+    """
+    with torch.device(gpu.device), gpu.running(poison=False):
+        use_every_kernel()
+        torch.cuda.synchronize()
+    assert len(gpu.entries) >= len(KERNELS) - 2  # with few multiprocessors images are not cut into pieces
+
+
 @pytest.mark.parametrize("few", [False, True])
 def test_which_tables_are_read_early(planned, monkeypatch, few):
     """Those of rows, in inference: the kernel before them is that of the columns, which has waited.
