@@ -4,7 +4,7 @@
     python benchmarks/position_sensitive.py --batch 128 --images 224
 
 At the shapes of `axial_deeplab_s`, in bfloat16, along columns and along rows, with the norm of scores in training,
-which one way takes from sums over pixels and the other from all scores; as CUDA graphs with a cold cache, all in one
+which one way takes from sums of scores and the other from all scores; as CUDA graphs with a cold cache, all in one
 process and in turns. Each line has the times, their ratio, what the maps' bytes alone would take, and the relative
 errors of output and gradients of both ways against PyTorch's operators in float32. Needs a GPU.
 """
@@ -58,8 +58,8 @@ def compare_case(case: Case, batch: int, turned: bool) -> dict[str, float]:
     line = LineAttention(channels, channels, HEADS, device="cuda")
     title = f"{case.side}x{case.side}, queries of {case.key}, {'rows' if turned else 'columns'} ({case.times} modules)"
     unit = 2 * inputs[0].numel()
-    # Statistics read queries and keys, a half; their gradients read and write them once more.
-    floors = (2.5 * unit, 7 * unit)
+    # Sums of scores read queries and keys, half of the map; their gradient reads and writes as much.
+    floors = (2.5 * unit, 6.5 * unit)
     by_moments = torch.compile(line._attend_by_moments, dynamic=False)
     return compare(title, by_moments, line._attend_by_scores, inputs, d_out, floors)
 

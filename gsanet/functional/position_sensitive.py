@@ -1,4 +1,4 @@
-"""Position-sensitive attention along one axis, in PyTorch's own operators, and the statistics of its scores.
+"""Position-sensitive attention along one axis, in PyTorch's own operators, and sums of its scores.
 
 A head's part of a map or of a table is q | k | v, with twice as many channels of v as of q and of k:
 
@@ -32,46 +32,39 @@ def attend_by_products(projected: Tensor, tables: Tensor, content: Tensor) -> Te
     Returns:
         y and z, (batch, x, y, part, head, channel).
     """
-    q, k, v = split(projected)
-    f, g, h = (part.unfold(1, projected.shape[1], 1).flip(1) for part in split(tables))  # n, own, c, other
-    scores = add_scores(
-        content[:, None, None] * torch.einsum("bxynk,biynk->bynxi", q, k),
-        torch.einsum("bxynk,nxki->bynxi", q, f),
-        torch.einsum("biynk,nikx->bynxi", k, g),
-    )
+    parts = _parts_of_scores(projected, tables)
+    scores = add_scores(content[:, None, None] * parts[0], *parts[1:])
+    v, h = split(projected)[2], _windows(split(tables)[2], projected.shape[1])
     weights = scores.softmax(dim=-1).to(v.dtype)
     return torch.stack(
         (torch.einsum("bynxi,biynv->bxynv", weights, v), torch.einsum("bynxi,nxvi->bxynv", weights, h)), dim=3
     )
 
 
-def score_moments(projected: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the three parts of all scores, of each head: (part, head) each, in float32 at least.
-
-    On long lines no score is made: sums over pixels of products of two channels have all that is needed.
+def sum_scores(projected: Tensor, table: Tensor) -> Tensor:
+    """The sums over all scores of each of their three parts, and of its squares: (2, part, head), in float32 at least.
 
     Args:
         projected: As in `attend_by_products`.
-        table: One for all heads, (2 * length - 1, channel), in which keys see offsets from those who attend.
+        table: One for all heads, (2 * length - 1, channel).
     """
-    length, dtype = projected.shape[1], torch.promote_types(projected.dtype, torch.float32)
-    q, k, _ = split(projected.to(dtype))
-    f, g, _ = (part.unfold(0, length, 1).flip(0) for part in split(table.to(dtype)))  # x, c, i
-    if length <= q.shape[-1]:  # rather pairs of pixels than of channels
-        scores = (q[:, :, None] * k[:, None]).sum(dim=-1)  # b, x, i, y, n
-        sums, squares = [scores.sum(dim=(0, 1, 2, 3))], [scores.square().sum(dim=(0, 1, 2, 3))]
-    else:
-        sums = [(q.sum(dim=1) * k.sum(dim=1)).sum(dim=(0, 1, 3))]
-        squares = [(_squares(q).sum(dim=1) * _squares(k).sum(dim=1)).sum(dim=(0, 1, 3, 4))]
-    for own, window in ((q, f), (k, g.permute(2, 1, 0))):  # of the pixel that the window is seen from: x, c, other
-        sums.append((own.sum(dim=(0, 2)) * window.sum(dim=2)[:, None]).sum(dim=(0, 2)))
-        products = torch.einsum("xci,xdi->xcd", window, window)
-        squares.append((_squares(own).sum(dim=(0, 2)) * products[:, None]).sum(dim=(0, 2, 3)))
-    count = projected.shape[:3].numel() * length
-    mean = torch.stack(sums) / count
-    return mean, (torch.stack(squares) / count - mean.square()).clamp_min(0)
+    wide = torch.promote_types(projected.dtype, torch.float32)
+    parts = _parts_of_scores(projected.to(wide), table.to(wide).expand(projected.shape[3], *table.shape))
+    scores = torch.stack(parts).transpose(1, 3).flatten(2)  # part, head, b y x i
+    return torch.stack((scores.sum(dim=2), scores.square().sum(dim=2)))
 
 
-def _squares(x: Tensor) -> Tensor:
-    """Products of all pairs of channels."""
-    return x[..., :, None] * x[..., None, :]
+def _parts_of_scores(projected: Tensor, tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of queries and keys, of queries and offsets, of keys and offsets: (batch, y, head, x, i) each."""
+    (q, k, _), (f, g, _) = split(projected), split(tables)
+    length = projected.shape[1]
+    return (
+        torch.einsum("bxynk,biynk->bynxi", q, k),
+        torch.einsum("bxynk,nxki->bynxi", q, _windows(f, length)),
+        torch.einsum("biynk,nikx->bynxi", k, _windows(g, length)),
+    )
+
+
+def _windows(table: Tensor, length: int) -> Tensor:
+    """What each pixel of a line sees of a table (head, offset, channel): (head, pixel, channel, other pixel)."""
+    return table.unfold(1, length, 1).flip(1)

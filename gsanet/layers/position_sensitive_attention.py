@@ -18,7 +18,7 @@ from gsanet.functional.fused import position_sensitive as fused
 from gsanet.functional.fused.norms import applied_with, in_float32, keep_statistics
 from gsanet.functional.lean import fit_table
 from gsanet.functional.pooling import average_pool
-from gsanet.functional.position_sensitive import score_moments, split
+from gsanet.functional.position_sensitive import split
 from gsanet.layers.attention import Combination, Properties
 from gsanet.layers.batch_norm import normalise
 from gsanet.layers.relative import RelativeTables
@@ -160,19 +160,22 @@ class LineAttention(nn.Module):
         """
         norm = self.norm_scores
         weight, bias = in_float32(norm)
+        rel_q, rel_k, rel_v = split(table)
+        rel_k = rel_k.flip(0)  # as keys see those who attend
         if norm.training:
-            mean, variance = score_moments(pixels, table)
-            applied = applied_with(mean.flatten(), variance.flatten(), weight, bias, norm.eps)
-            keep_statistics(norm, applied, pixels.shape[:3].numel() * pixels.shape[1])
-            factors = torch.rsqrt(variance.flatten() + norm.eps)
+            seen = torch.cat((rel_q, rel_k, rel_v), dim=-1).to(pixels.dtype)
+            count = pixels.shape[:3].numel() * pixels.shape[1]
+            mean, mean_square = fused.position_sensitive_sums(pixels, seen).flatten(1) / count
+            variance = (mean_square - mean.square()).clamp_min(0)
+            keep_statistics(norm, applied_with(mean, variance, weight, bias, norm.eps), count)
         else:
             assert norm.running_var is not None
-            factors = torch.rsqrt(norm.running_var.float() + norm.eps)
+            variance = norm.running_var.float()
+        factors = torch.rsqrt(variance + norm.eps)
         if weight is not None:
             factors = factors * weight
         if bias is not None:
             factors = factors + 0 * bias
         content, by_query, by_key = factors.unflatten(0, (3, self.num_heads, 1, 1)).unbind()
-        rel_q, rel_k, rel_v = split(table)
-        tables = torch.cat((rel_q * by_query, rel_k.flip(0) * by_key, rel_v.expand(self.num_heads, -1, -1)), dim=-1)
+        tables = torch.cat((rel_q * by_query, rel_k * by_key, rel_v.expand(self.num_heads, -1, -1)), dim=-1)
         return fused.position_sensitive_attention(pixels, tables.to(pixels.dtype), content.flatten())

@@ -108,7 +108,7 @@ Axial: Any = _structure(
 PositionSensitive: Any = _structure(
     "PositionSensitive",
     projected=Map, out=Map, d_projected=Map,
-    tables=c_void_p, content=c_void_p, partial=c_void_p, d_content=c_void_p,
+    tables=c_void_p, content=c_void_p, d_sums=c_void_p, partial=c_void_p, d_content=c_void_p,
     lines=c_int, bundles=c_int, total=c_int, heads=c_int,
 )  # fmt: skip
 

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -11,7 +12,7 @@ from gsanet.functional.exporting import is_exporting
 from gsanet.functional.fused import available
 from gsanet.functional.fused.calls import position_sensitive as calls
 from gsanet.functional.fused.plan.position_sensitive import fits_position_sensitive
-from gsanet.functional.position_sensitive import attend_by_products
+from gsanet.functional.position_sensitive import attend_by_products, sum_scores
 from gsanet.functional.transforms import have_tangents
 
 wanted = True  # whether what `takes` takes goes to the kernels; read when a network is compiled
@@ -93,6 +94,65 @@ def _second_gradient(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
 
 position_sensitive_attention.register_autograd(_gradient, setup_context=_save)
 position_sensitive_gradient.register_autograd(_second_gradient, setup_context=_save)
+
+
+@torch.library.custom_op("gsanet::position_sensitive_sums", mutates_args=())
+def position_sensitive_sums(projected: Tensor, table: Tensor) -> Tensor:
+    """As `sum_scores`, for what `takes` takes, of one dtype."""
+    if not projected.numel():
+        return projected.new_zeros(2, 3, projected.shape[3], dtype=torch.float32)
+    return calls.position_sensitive_sums(projected, table)
+
+
+@position_sensitive_sums.register_fake
+def _(projected: Tensor, table: Tensor) -> Tensor:
+    return projected.new_empty(2, 3, projected.shape[3], dtype=torch.float32)
+
+
+@torch.library.custom_op("gsanet::position_sensitive_sums_gradient", mutates_args=())
+def position_sensitive_sums_gradient(d_sums: Tensor, projected: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of q | k of the map and of the table: v has none."""
+    d_projected, d_table = _gradients_of_sums(projected, table)
+    if projected.numel():
+        d_table = calls.position_sensitive_sums_gradient(d_sums, projected, table, d_projected, d_table)
+    return d_projected, d_table
+
+
+@position_sensitive_sums_gradient.register_fake
+def _(d_sums: Tensor, projected: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    return _gradients_of_sums(projected, table)
+
+
+def _gradients_of_sums(projected: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    width = table.shape[1] // 2
+    return _like_map(projected, (projected.shape[3], width)), table.new_zeros(table.shape[0], width)
+
+
+def _gradient_of_sums(ctx: Any, d_sums: Tensor) -> tuple[Tensor, ...]:
+    found = position_sensitive_sums_gradient(d_sums, *ctx.saved_tensors)
+    return tuple(F.pad(one, (0, one.shape[-1])) for one in found)
+
+
+def _second_gradient_of_sums(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    with torch.enable_grad():
+        d_sums, *tensors = (one.detach().requires_grad_() for one in ctx.saved_tensors)
+        first = torch.autograd.grad(sum_scores(*tensors), tensors, d_sums, create_graph=True)
+        narrow = [one[..., : one.shape[-1] // 2] for one in first]
+    return torch.autograd.grad(narrow, (d_sums, *tensors), gradients, materialize_grads=True)
+
+
+position_sensitive_sums.register_autograd(_gradient_of_sums, setup_context=_save)
+position_sensitive_sums_gradient.register_autograd(_second_gradient_of_sums, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.gsanet.position_sensitive_sums)
+def _flops_of_sums(shape: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * math.prod(shape[:4]) * shape[1] * 3 * shape[4] // 4
+
+
+@register_flop_formula(torch.ops.gsanet.position_sensitive_sums_gradient)
+def _gradient_flops_of_sums(d_sums_shape: Any, shape: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * _flops_of_sums(shape)
 
 
 @register_flop_formula(torch.ops.gsanet.position_sensitive_attention)

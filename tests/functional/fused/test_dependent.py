@@ -19,7 +19,7 @@ from gsanet.functional.fused import calls, compiler, pointwise
 from gsanet.functional.fused.dependent import dependent_launches
 from gsanet.functional.fused.plan import channel_map
 from gsanet.functional.fused.plan.pixel_products import CUTS, MAPPED
-from gsanet.functional.fused.position_sensitive import position_sensitive_attention
+from gsanet.functional.fused.position_sensitive import position_sensitive_attention, position_sensitive_sums
 from gsanet.functional.local_ops import local_mix, local_scores, local_spread
 from gsanet.layers.axial_attention import axial_attention
 from gsanet.layers.local_relation import local_relation
@@ -151,6 +151,7 @@ def use_every_kernel() -> None:
     axial_attention(lines, lines, lines, torch.zeros(7, 8, dtype=BF16)).sum().backward()
     tables = torch.zeros(2, 7, 8 * 2, dtype=BF16)
     position_sensitive_attention(lines.repeat(1, 1, 1, 1, 2), tables, torch.zeros(2)).sum().backward()
+    position_sensitive_sums(lines.repeat(1, 1, 1, 1, 2), tables[0]).sum().backward()
     numbers = torch.zeros(1, 4, 4, 2)
     local_relation(numbers, numbers, torch.zeros(2, 9), lines, 3, 1).sum().backward()
 

@@ -48,6 +48,7 @@ MACHINES = {
 MOST_SPILLED = {
     "line_forward": 320, "line_backward": 1300, "line_backward_pieces": 520, "pixel_products": 48,
     "axial_forward": 180, "axial_backward": 300, "relation_neighbours": 16, "position_sensitive_backward": 1000,
+    "position_sensitive_sums": 64, "position_sensitive_sums_gradient": 32,
 }  # fmt: skip
 REGISTERS = 65536  # of a multiprocessor
 LINES_AND_CONTEXT = {

@@ -21,7 +21,7 @@ def position_sensitive_attention(projected: Tensor, tables: Tensor, content: Ten
         out: (batch, x, y, part, head, channel).
     """
     projected, tables = _movable(projected), tables.contiguous()
-    values = _arguments(projected, tables, content, out)
+    values = _arguments(projected, tables, out=out, content=content)
     launching.start(_plan(projected, "position_sensitive_forward"), values, projected)
 
 
@@ -33,11 +33,31 @@ def position_sensitive_gradient(
     plan = _plan(projected, "position_sensitive_backward")
     partial = content.new_empty(plan.grid[0], *tables.shape)
     d_content = content.new_empty(plan.grid[0], *content.shape)
-    values = _arguments(projected, tables, content, d_out)
-    values.d_projected = arguments.line_map(d_projected, "column")
-    values.partial, values.d_content = partial.data_ptr(), d_content.data_ptr()
+    values = _arguments(projected, tables, out=d_out, d_projected=d_projected, content=content, partial=partial)
+    values.d_content = d_content.data_ptr()
     launching.start(plan, values, projected)
     return sum_parts(partial, tables), sum_parts(d_content, content)
+
+
+def position_sensitive_sums(projected: Tensor, table: Tensor) -> Tensor:
+    """As `gsanet.functional.position_sensitive.sum_scores`."""
+    projected, table = _movable(projected), table.contiguous()
+    plan = _plan(projected, "position_sensitive_sums")
+    partial = projected.new_empty(plan.grid[0], 2, 3, projected.shape[3], dtype=torch.float32)
+    launching.start(plan, _arguments(projected, table, partial=partial), projected)
+    return sum_parts(partial, partial[0])
+
+
+def position_sensitive_sums_gradient(
+    d_sums: Tensor, projected: Tensor, table: Tensor, d_projected: Tensor, d_table: Tensor
+) -> Tensor:
+    """The gradient of the table's q | k, like the last argument; that of the map's goes to the one before it."""
+    projected, table, d_sums = _movable(projected), table.contiguous(), d_sums.contiguous()
+    plan = _plan(projected, "position_sensitive_sums_gradient")
+    partial = d_sums.new_empty(plan.grid[0] * projected.shape[3], *d_table.shape)
+    values = _arguments(projected, table, d_projected=d_projected, d_sums=d_sums, partial=partial)
+    launching.start(plan, values, projected)
+    return sum_parts(partial, d_table)
 
 
 def _movable(x: Tensor) -> Tensor:
@@ -54,16 +74,19 @@ def _plan(projected: Tensor, entry: str) -> Launch:
     return plan_position_sensitive(machine, projected.dtype, heads, channels // 4, length, lines, images, entry)
 
 
-def _arguments(projected: Tensor, tables: Tensor, content: Tensor, out: Tensor) -> arguments.PositionSensitive:
+def _arguments(projected: Tensor, tables: Tensor, **others: Tensor) -> arguments.PositionSensitive:
+    """`others` are named as the kernels' arguments are: maps, and what is contiguous."""
     images, length, lines, heads, _ = projected.shape
     bundles = bundles_of(lines, length)
-    return arguments.PositionSensitive(
+    values = arguments.PositionSensitive(
         projected=arguments.line_map(projected, "column"),
-        out=arguments.line_map(out, "column"),
         tables=tables.data_ptr(),
-        content=content.data_ptr(),
         lines=lines,
         bundles=bundles,
         total=images * bundles,
         heads=heads,
     )
+    for name, tensor in others.items():
+        is_map = name in ("out", "d_projected")
+        setattr(values, name, arguments.line_map(tensor, "column") if is_map else tensor.data_ptr())
+    return values

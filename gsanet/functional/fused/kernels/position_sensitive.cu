@@ -9,6 +9,61 @@
 // of scores go back that way. Nothing but maps and sums of gradients of tables is ever in memory.
 #include "position_sensitive.cuh"
 
+constexpr int VALUE = 2 * KEY, WHOLE = PER_ACCESS<T>;          // channels, and those of results that a thread moves at once
+using Values = Head<VALUE, Keys::PITCH>;
+using Results = Head<VALUE, odd_stride(HEADS * VALUE)>;        // what is taken by position, of all heads
+using Gradients = Head<VALUE, odd_stride(2 * HEADS * VALUE)>;  // of a head's results by content, then by position
+constexpr int RESULTS = ROWS * Results::PITCH, GRADIENTS = ROWS * Gradients::PITCH;
+constexpr int SCORE_PITCH = ROWS + 4, SCORES = ROWS * SCORE_PITCH;  // floats of a head; 4: eight columns in eight banks
+
+// Calls move(row, 0 by content or 1 by position, head, channel, address, whether that exists) for the results of the block's heads.
+template <class Move>
+DEVICE void for_each_result(const Arguments& arguments, const Bundle& bundle, Move move) {
+  constexpr int PER_HEAD = VALUE / WHOLE;
+  for_each_access<2 * HEADS * PER_HEAD>(arguments.out, bundle, [&](int row, int number, T* pixel, bool exists) {
+    const int part = number / (HEADS * PER_HEAD), head = number / PER_HEAD % HEADS, channel = number % PER_HEAD * WHOLE;
+    const int place = (part * arguments.heads + block_row() * HEADS + head) * VALUE + channel;
+    move(row, part, head, channel, pixel + place, exists);
+  });
+}
+
+// What keys add to the scores of those who attend, in row x and column i of `scores`. A warp is alone with them.
+DEVICE void score_by_keys(float* scores, const T* keys, const T* table, const Skew& skew) {
+  warp_barrier();
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    Keys::Lefts own;
+    float products[GROUPS][4] = {};
+    load_lefts<Keys>(own, keys + step * 16 * Keys::PITCH);
+    add_by_position<Keys>(products, own, table, TABLE_PITCH, step, skew);
+    float* const corner = scores + lane_index() % 4 * 2 * SCORE_PITCH + step * 16 + lane_index() / 4;
+#pragma unroll
+    for (int i = 0; i < GROUPS * 4; ++i) corner[(i / 4 * 8 + i % 2) * SCORE_PITCH + i / 2 % 2 * 8] = products[i / 4][i % 4];
+  }
+  warp_barrier();
+}
+
+// Where this lane's scores of 16 attending pixels begin: with rows 8 further on, and columns 8 further on for each group.
+DEVICE float* own_scores(float* scores, int step) {
+  return scores + (step * 16 + lane_index() / 4) * SCORE_PITCH + lane_index() % 4 * 2;
+}
+
+// Scores of 16 attending pixels, number `step` of the line, as exponentials about the largest, and the inverse of their sums.
+DEVICE void attend(float (&scores)[GROUPS][4], float (&inverse)[2], const T* queries, const T* keys, const T* table,
+                   float* by_keys, float content, int step, const Skew& skew) {
+  Keys::Lefts own;
+  load_lefts<Keys>(own, queries + step * 16 * Keys::PITCH);
+#pragma unroll
+  for (int i = 0; i < GROUPS * 4; ++i) scores[i / 4][i % 4] = 0.f;
+  add_products<Keys>(scores, own, keys, Keys::PITCH);
+  const float* const corner = own_scores(by_keys, step);
+#pragma unroll
+  for (int i = 0; i < GROUPS * 4; ++i)
+    scores[i / 4][i % 4] = multiply_then_add(scores[i / 4][i % 4], content, corner[i / 2 % 2 * 8 * SCORE_PITCH + i / 4 * 8 + i % 2]);
+  add_by_position<Keys>(scores, own, table, TABLE_PITCH, step, skew);
+  take_exponentials(scores, inverse, step, 1.4426950408889634f);
+}
+
 KERNEL(THREADS, BLOCKS) position_sensitive_forward(const Arguments arguments) {
   SHARED_MEMORY(memory);
   float* const scores = reinterpret_cast<float*>(memory) + warp_index() * SCORES;
@@ -20,7 +75,7 @@ KERNEL(THREADS, BLOCKS) position_sensitive_forward(const Arguments arguments) {
   const Skew skew;
   clear_padding(stages, 2 * TILE);
   take_turn();
-  fetch_tables(tables, arguments.tables);
+  fetch_tables<HEADS>(tables, arguments.tables + static_cast<long long>(block_row()) * HEADS * OFFSETS * 4 * KEY);
   const float content = arguments.content[block_row() * HEADS + warp_index()];
   for_each_bundle(
       arguments.lines,
@@ -62,31 +117,6 @@ KERNEL(THREADS, BLOCKS) position_sensitive_forward(const Arguments arguments) {
       });
 }
 
-// Sums for KEY of q or k, of 16 rows, as scalars; zeros behind them stay.
-DEVICE void store_keys(T* tile, const float (&sums)[Keys::GROUPS][4]) {
-  if constexpr (PADDED == KEY) {
-    store_rows<16, T>(sums, [&](int row) { return tile + row * Keys::PITCH; });
-  } else {
-#pragma unroll
-    for (int i = 0; i < Keys::GROUPS * 2; ++i) {
-      const int channel = i / 2 * 8 + lane_index() % 4 * 2;
-      T* const where = tile + (lane_index() / 4 + i % 2 * 8) * Keys::PITCH + channel;
-      if (channel < KEY) store_two(where, sums[i / 2][i % 2 * 2], sums[i / 2][i % 2 * 2 + 1]);
-    }
-  }
-}
-
-// A part of the gradient of the warp's tables, WIDTH channels, from `partial` on.
-template <int WIDTH, int COUNT>
-DEVICE void write_table(float* partial, const float (&sums)[2 * STEPS][COUNT][4]) {
-#pragma unroll
-  for (int i = 0; i < 2 * STEPS * COUNT * 4; ++i) {
-    const int row = i / (COUNT * 4) * 16 + i / 2 % 2 * 8 + lane_index() / 4 - (ROWS - LENGTH);
-    const int channel = i / 4 % COUNT * 8 + lane_index() % 4 * 2 + i % 2;
-    if (row >= 0 && row < OFFSETS && channel < WIDTH) partial[row * 4 * KEY + channel] = sums[i / (COUNT * 4)][i / 4 % COUNT][i % 4];
-  }
-}
-
 KERNEL(THREADS, BLOCKS) position_sensitive_backward(const Arguments arguments) {
   SHARED_MEMORY(memory);
   float* const scores = reinterpret_cast<float*>(memory) + warp_index() * SCORES;
@@ -100,7 +130,7 @@ KERNEL(THREADS, BLOCKS) position_sensitive_backward(const Arguments arguments) {
   clear(d_f), clear(d_g), clear(d_h);
   clear_padding(stages, 2 * TILE);
   take_turn();
-  fetch_tables(tables, arguments.tables);
+  fetch_tables<HEADS>(tables, arguments.tables + static_cast<long long>(block_row()) * HEADS * OFFSETS * 4 * KEY);
   const int head = block_row() * HEADS + warp_index();
   const float content = arguments.content[head];
   for_each_bundle(
@@ -196,7 +226,7 @@ KERNEL(THREADS, BLOCKS) position_sensitive_backward(const Arguments arguments) {
         store_projected(tile, arguments.d_projected, bundle);
       });
   const long long number = static_cast<long long>(block_index()) * arguments.heads + head;
-  float* const partial = arguments.partial + number * OFFSETS * 4 * KEY;
+  float* const partial = arguments.partial + number * OFFSETS * MOVED;
   write_table<KEY>(partial, d_f);
   write_table<KEY>(partial + KEY, d_g);
   write_table<VALUE>(partial + 2 * KEY, d_h);

@@ -1,33 +1,28 @@
-// Position-sensitive attention's maps, tables and scores in shared memory.
+// Position-sensitive attention's maps and tables in shared memory.
 //
 // The constants in capitals, beside those of softmax_lines.cuh: KEY, the channels of a head's queries and of its keys, a
-// multiple of four; its values have twice as many.
+// multiple of four; its values have twice as many. MOVED: those of q | k | v that are moved, all 4 KEY, or q and k alone.
 //
 // In memory a head of a pixel, or of an offset, is q | k | v; in shared memory q and k may have zeros behind them.
 #pragma once
 #include "softmax_lines.cuh"
 
-constexpr int VALUE = 2 * KEY, OFFSETS = 2 * LENGTH - 1;
-constexpr int PADDED = round_up(KEY, 8), OWN = 2 * PADDED + VALUE;           // of q or k, and of a head, in shared memory
-constexpr int ACCESS = KEY % PER_ACCESS<T> == 0 ? PER_ACCESS<T> : 4;         // scalars of q, k and v that a thread moves at once
-constexpr int WHOLE = PER_ACCESS<T>;                                         // the same of values alone
+constexpr int OFFSETS = 2 * LENGTH - 1;
+constexpr int PADDED = round_up(KEY, 8), OWN = 2 * PADDED + MOVED - 2 * KEY;  // of q or k, and of a head, in shared memory
+constexpr int ACCESS = KEY % PER_ACCESS<T> == 0 ? PER_ACCESS<T> : 4;          // scalars of q, k and v that a thread moves at once
 
 using Keys = Head<PADDED, odd_stride(HEADS * OWN)>;  // q and k
-using Values = Head<VALUE, Keys::PITCH>;
-using Results = Head<VALUE, odd_stride(HEADS * VALUE)>;        // what is taken by position, of all heads
-using Gradients = Head<VALUE, odd_stride(2 * HEADS * VALUE)>;  // of a head's results by content, then by position
-
-constexpr int TILE = ROWS * Keys::PITCH, RESULTS = ROWS * Results::PITCH, GRADIENTS = ROWS * Gradients::PITCH;
-constexpr int TABLE_PITCH = odd_stride(OWN), TABLE = 2 * ROWS * TABLE_PITCH;  // of a head
-constexpr int SCORE_PITCH = ROWS + 4, SCORES = ROWS * SCORE_PITCH;            // floats of a head; 4: eight columns in eight banks
+constexpr int TILE = ROWS * Keys::PITCH;
+constexpr int TABLE_PITCH = odd_stride(OWN), TABLE = 2 * ROWS * TABLE_PITCH;
 
 struct Arguments {
   Map projected;         // (head, q | k | v)
   Map out;               // (content or position, head, value); of the backward pass, its gradient
-  Map d_projected;
-  const T* tables;       // (head, 2 LENGTH - 1, q | k | v), by offset; for keys, as they see those who attend
+  Map d_projected;       // (head, MOVED)
+  const T* tables;       // (head, 2 LENGTH - 1, q | k | v), by offset, for keys as they see those who attend; of sums, one for all
   const float* content;  // (head): factors of the products of queries and keys
-  float* partial;        // (blocks, head, 2 LENGTH - 1, q | k | v)
+  const float* d_sums;   // (sum or sum of squares, part, head)
+  float* partial;        // (blocks, head, 2 LENGTH - 1, MOVED), or what each block has of the sums
   float* d_content;      // (blocks, head)
   Lines lines;
   int heads;             // of the map
@@ -49,35 +44,25 @@ DEVICE void for_each_access(const Map& map, const Bundle& bundle, Move move) {
   }
 }
 
-// Calls move(place in the tile, address, whether that exists) for q, k and v of the block's heads.
-template <class Move>
+// Calls move(place in the tile, address, whether that exists) for what is moved of the block's heads; each has WIDTH channels
+// in memory.
+template <int WIDTH, class Move>
 DEVICE void for_each_projected(const Map& map, const Bundle& bundle, Move move) {
-  constexpr int PER_HEAD = 4 * KEY / ACCESS;
+  constexpr int PER_HEAD = MOVED / ACCESS;
   for_each_access<HEADS * PER_HEAD>(map, bundle, [&](int row, int number, T* pixel, bool exists) {
     const int head = number / PER_HEAD, channel = number % PER_HEAD * ACCESS;
-    move(row * Keys::PITCH + head * OWN + place_of(channel), pixel + (block_row() * HEADS + head) * 4 * KEY + channel, exists);
-  });
-}
-
-// Calls move(row, 0 by content or 1 by position, head, channel, address, whether that exists) for the results of the block's heads.
-template <class Move>
-DEVICE void for_each_result(const Arguments& arguments, const Bundle& bundle, Move move) {
-  constexpr int PER_HEAD = VALUE / WHOLE;
-  for_each_access<2 * HEADS * PER_HEAD>(arguments.out, bundle, [&](int row, int number, T* pixel, bool exists) {
-    const int part = number / (HEADS * PER_HEAD), head = number / PER_HEAD % HEADS, channel = number % PER_HEAD * WHOLE;
-    const int place = (part * arguments.heads + block_row() * HEADS + head) * VALUE + channel;
-    move(row, part, head, channel, pixel + place, exists);
+    move(row * Keys::PITCH + head * OWN + place_of(channel), pixel + (block_row() * HEADS + head) * WIDTH + channel, exists);
   });
 }
 
 DEVICE void fetch_projected(T* tile, const Map& map, const Bundle& bundle) {
-  for_each_projected(map, bundle, [&](int place, const T* address, bool exists) {
+  for_each_projected<4 * KEY>(map, bundle, [&](int place, const T* address, bool exists) {
     copy_async<ACCESS * sizeof(T)>(tile + place, address, exists);
   });
 }
 
 DEVICE void store_projected(const T* tile, const Map& map, const Bundle& bundle) {
-  for_each_projected(map, bundle, [&](int place, T* address, bool exists) {
+  for_each_projected<MOVED>(map, bundle, [&](int place, T* address, bool exists) {
     if (!exists) return;
     if constexpr (ACCESS == PER_ACCESS<T>)
       *reinterpret_cast<uint4*>(address) = *reinterpret_cast<const uint4*>(tile + place);
@@ -86,14 +71,14 @@ DEVICE void store_projected(const T* tile, const Map& map, const Bundle& bundle)
   });
 }
 
-// The block's tables: offset d is row d + ROWS - 1, and what no two pixels of a line have is zero.
+// COUNT tables: offset d is row d + ROWS - 1, and what no two pixels of a line have is zero.
+template <int COUNT>
 DEVICE void fetch_tables(T* tables, const T* from) {
-  from += static_cast<long long>(block_row()) * HEADS * OFFSETS * 4 * KEY;
-  for (int i = thread_index(); i < HEADS * TABLE; i += THREADS) tables[i] = T{};
+  for (int i = thread_index(); i < COUNT * TABLE; i += THREADS) tables[i] = T{};
   block_barrier();
-  for (int i = thread_index(); i < HEADS * OFFSETS * 4 * KEY; i += THREADS) {
-    const int channel = i % (4 * KEY), row = i / (4 * KEY) % OFFSETS + ROWS - LENGTH, head = i / (4 * KEY * OFFSETS);
-    tables[head * TABLE + row * TABLE_PITCH + place_of(channel)] = from[i];
+  for (int i = thread_index(); i < COUNT * OFFSETS * MOVED; i += THREADS) {
+    const int channel = i % MOVED, offset = i / MOVED, head = offset / OFFSETS, row = offset % OFFSETS + ROWS - LENGTH;
+    tables[head * TABLE + row * TABLE_PITCH + place_of(channel)] = from[offset * 4 * KEY + channel];
   }
 }
 
@@ -103,39 +88,27 @@ DEVICE void clear_padding(T* tiles, int count) {
     for (int i = thread_index(); i < count; i += THREADS) tiles[i] = T{};
 }
 
-// What keys add to the scores of those who attend, in row x and column i of `scores`. A warp is alone with them.
-DEVICE void score_by_keys(float* scores, const T* keys, const T* table, const Skew& skew) {
-  warp_barrier();
+// Sums for KEY of q or k, of 16 rows, as scalars; zeros behind them stay.
+DEVICE void store_keys(T* tile, const float (&sums)[Keys::GROUPS][4]) {
+  if constexpr (PADDED == KEY) {
+    store_rows<16, T>(sums, [&](int row) { return tile + row * Keys::PITCH; });
+  } else {
 #pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
-    Keys::Lefts own;
-    float products[GROUPS][4] = {};
-    load_lefts<Keys>(own, keys + step * 16 * Keys::PITCH);
-    add_by_position<Keys>(products, own, table, TABLE_PITCH, step, skew);
-    float* const corner = scores + lane_index() % 4 * 2 * SCORE_PITCH + step * 16 + lane_index() / 4;
-#pragma unroll
-    for (int i = 0; i < GROUPS * 4; ++i) corner[(i / 4 * 8 + i % 2) * SCORE_PITCH + i / 2 % 2 * 8] = products[i / 4][i % 4];
+    for (int i = 0; i < Keys::GROUPS * 2; ++i) {
+      const int channel = i / 2 * 8 + lane_index() % 4 * 2;
+      T* const where = tile + (lane_index() / 4 + i % 2 * 8) * Keys::PITCH + channel;
+      if (channel < KEY) store_two(where, sums[i / 2][i % 2 * 2], sums[i / 2][i % 2 * 2 + 1]);
+    }
   }
-  warp_barrier();
 }
 
-// Where this lane's scores of 16 attending pixels begin: with rows 8 further on, and columns 8 further on for each group.
-DEVICE float* own_scores(float* scores, int step) {
-  return scores + (step * 16 + lane_index() / 4) * SCORE_PITCH + lane_index() % 4 * 2;
-}
-
-// Scores of 16 attending pixels, number `step` of the line, as exponentials about the largest, and the inverse of their sums.
-DEVICE void attend(float (&scores)[GROUPS][4], float (&inverse)[2], const T* queries, const T* keys, const T* table,
-                   float* by_keys, float content, int step, const Skew& skew) {
-  Keys::Lefts own;
-  load_lefts<Keys>(own, queries + step * 16 * Keys::PITCH);
+// A part of the gradient of a head's table, WIDTH channels, from `partial` on.
+template <int WIDTH, int COUNT>
+DEVICE void write_table(float* partial, const float (&sums)[2 * STEPS][COUNT][4]) {
 #pragma unroll
-  for (int i = 0; i < GROUPS * 4; ++i) scores[i / 4][i % 4] = 0.f;
-  add_products<Keys>(scores, own, keys, Keys::PITCH);
-  const float* const corner = own_scores(by_keys, step);
-#pragma unroll
-  for (int i = 0; i < GROUPS * 4; ++i)
-    scores[i / 4][i % 4] = multiply_then_add(scores[i / 4][i % 4], content, corner[i / 2 % 2 * 8 * SCORE_PITCH + i / 4 * 8 + i % 2]);
-  add_by_position<Keys>(scores, own, table, TABLE_PITCH, step, skew);
-  take_exponentials(scores, inverse, step, 1.4426950408889634f);
+  for (int i = 0; i < 2 * STEPS * COUNT * 4; ++i) {
+    const int row = i / (COUNT * 4) * 16 + i / 2 % 2 * 8 + lane_index() / 4 - (ROWS - LENGTH);
+    const int channel = i / 4 % COUNT * 8 + lane_index() % 4 * 2 + i % 2;
+    if (row >= 0 && row < OFFSETS && channel < WIDTH) partial[row * MOVED + channel] = sums[i / (COUNT * 4)][i / 4 % COUNT][i % 4];
+  }
 }

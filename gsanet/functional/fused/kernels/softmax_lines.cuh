@@ -253,16 +253,21 @@ DEVICE void add_by_position(float (&scores)[GROUPS][4], const typename H::Lefts&
   for (int i = 0; i < GROUPS; ++i) skew.add(scores[i], products[i], products[i + 1], products[i + 2]);
 }
 
-// Scores become exponentials about the largest one, and `inverse` that of their sums; pixels of other lines take no part.
-DEVICE void take_exponentials(float (&scores)[GROUPS][4], float (&inverse)[2], int step, float factor) {
+// Gives `value` to what is no pair of pixels of one line: rows are 16 pixels, number `step` of the bundle.
+DEVICE void set_others(float (&scores)[GROUPS][4], int step, float value) {
   if constexpr (ROWS != LENGTH) {
     const int own = step * 16 + lane_index() / 4;
 #pragma unroll
     for (int i = 0; i < GROUPS * 4; ++i) {
       const int other = i / 4 * 8 + lane_index() % 4 * 2 + i % 2, line = BUNDLE == 1 ? 0 : (own + i / 2 % 2 * 8) / LENGTH;
-      if (other / LENGTH != line) scores[i / 4][i % 4] = bits_float(0xff800000);
+      if (other / LENGTH != line) scores[i / 4][i % 4] = value;
     }
   }
+}
+
+// Scores become exponentials about the largest one, and `inverse` that of their sums; pixels of other lines take no part.
+DEVICE void take_exponentials(float (&scores)[GROUPS][4], float (&inverse)[2], int step, float factor) {
+  set_others(scores, step, -infinity());
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float largest = scores[0][2 * half], sum = 0.f;

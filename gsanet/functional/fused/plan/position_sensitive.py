@@ -9,6 +9,12 @@ from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine, Shape, 
 from gsanet.functional.fused.plan.softmax_lines import LONGEST, bundles_of, grid_of, rows_of, shares_of
 
 LARGEST = 512  # pixels of a bundle times channels of a key: gradients of tables are in registers
+SUMS = ("position_sensitive_sums", "position_sensitive_sums_gradient")
+SOURCES = {
+    "position_sensitive_forward": "position_sensitive.cu",
+    "position_sensitive_backward": "position_sensitive.cu",
+    **dict.fromkeys(SUMS, "position_sensitive_sums.cu"),
+}
 FEWEST = 4  # heads of a block, where they fit: what it reads of a pixel is then long enough
 
 
@@ -21,7 +27,7 @@ def fits_position_sensitive(length: int, key: int) -> bool:
 def plan_position_sensitive(
     machine: Machine, dtype: torch.dtype, heads: int, key: int, length: int, lines: int, images: int, entry: str
 ) -> Launch:
-    """The forward pass (`position_sensitive_forward`) or its gradients (`position_sensitive_backward`).
+    """One of the kernels.
 
     Args:
         machine: The GPU.
@@ -31,26 +37,26 @@ def plan_position_sensitive(
         length: Pixels of a line.
         lines: Of an image.
         images: Of the batch.
-        entry: The kernel.
+        entry: The kernel, such as `position_sensitive_forward`.
     """
-    backward = entry == "position_sensitive_backward"
     shape, rows = Shape(dtype, heads, key, 2 * key, vector=True), rows_of(length)
-    sizes = {count: _shared(shape, rows, count, backward) for count in shares_of(heads)}
+    sizes = {count: _shared(shape, rows, count, entry) for count in shares_of(heads)}
     fitting = [count for count, size in sizes.items() if size <= machine.shared_memory] or [1]
     enough = [count for count in fitting if count >= FEWEST] or fitting[:1]
 
     def warps(count: int) -> tuple[int, int]:
         """On a multiprocessor, and of a block."""
-        return count * min(machine.blocks_of(sizes[count]), _warps(shape, rows, backward) // count), count
+        return count * min(machine.blocks_of(sizes[count]), _warps(shape, rows, entry) // count), count
 
     together, count = max(map(warps, enough))
     blocks = max(1, together // count)
     kernel = specialise(
-        "position_sensitive.cu",
+        SOURCES[entry],
         entry,
         SCALAR=SCALARS[dtype],
         LENGTH=length,
         KEY=key,
+        MOVED=2 * key if entry in SUMS else 4 * key,
         HEADS=count,
         WARPS=count,
         BLOCKS=blocks,
@@ -59,22 +65,28 @@ def plan_position_sensitive(
     return Launch(kernel, grid, 32 * count, sizes[count])
 
 
-def _warps(shape: Shape, rows: int, backward: bool) -> int:
+def _warps(shape: Shape, rows: int, entry: str) -> int:
     """How many of a multiprocessor have enough registers."""
-    if not backward:
-        return 24 if rows * shape.key <= 256 and rows == 16 else 16
+    if entry in ("position_sensitive_forward", "position_sensitive_sums"):
+        return 24 if rows * shape.key <= 256 and rows == 16 else 16 if rows <= 32 else 8
     # Of a thread: gradients of tables, and scores three times.
-    held = rows * (2 * round_up(shape.key, 8) + shape.value) // 16 + rows * 3 // 2
+    moved = 0 if entry in SUMS else shape.value
+    held = rows * (2 * round_up(shape.key, 8) + moved) // 16 + rows * 3 // 2
     return 8 if shape.size == 4 or held > 100 else 12 if held > 64 else 16
 
 
-def _shared(shape: Shape, rows: int, heads: int, backward: bool) -> int:
-    """Bytes of a block: scores by keys, tables, buffers of the warps, and two stages of maps."""
-    padded, value = round_up(shape.key, 8), shape.value
-    own = 2 * padded + value
-    scores = heads * rows * (rows + 4)
-    tables = heads * 2 * rows * shape.odd_stride(own)
-    buffers = heads * 16 * shape.odd_stride(rows + 16) if backward or shape.size == 4 else 0
+def _shared(shape: Shape, rows: int, heads: int, entry: str) -> int:
+    """Bytes of a block: scores by keys, tables, buffers of the warps, two stages of maps, and results."""
+    value = 0 if entry in SUMS else shape.value
+    own = 2 * round_up(shape.key, 8) + value
+    scores = 0 if entry in SUMS else heads * rows * (rows + 4)
+    tables = (1 if entry in SUMS else heads) * 2 * rows * shape.odd_stride(own)
+    buffers, results = heads * 16 * shape.odd_stride(rows + 16), 0
+    if entry == "position_sensitive_forward":
+        buffers, results = buffers if shape.size == 4 else 0, rows * shape.odd_stride(heads * value)
+    elif entry == "position_sensitive_backward":
+        results = 2 * rows * shape.odd_stride(2 * heads * value)
+    elif entry == "position_sensitive_sums":
+        buffers = 0
     stages = 2 * rows * shape.odd_stride(heads * own)
-    results = rows * (2 * shape.odd_stride(2 * heads * value) if backward else shape.odd_stride(heads * value))
     return 4 * scores + shape.size * (tables + buffers + stages + results)
