@@ -11,6 +11,8 @@ from gsanet.functional.axial import attend_by_products
 from gsanet.functional.exporting import is_exporting
 from gsanet.functional.fused import available
 from gsanet.functional.fused.calls import axial as calls
+from gsanet.functional.fused.calls.tensors import like_map
+from gsanet.functional.fused.gradients import save_inputs, second_gradient
 from gsanet.functional.fused.plan.axial import fits_axial
 from gsanet.functional.transforms import have_tangents
 
@@ -45,7 +47,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> bool:
 @torch.library.custom_op("gsanet::axial_attention", mutates_args=())
 def axial_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     """Attend along dimension 1, for what `takes` takes; the output lies in memory in the order of v."""
-    out = _like_map(v)
+    out = like_map(v, v.shape[3:])
     if v.numel():
         calls.axial_attention(q, k, v, table, out)
     return out
@@ -53,7 +55,7 @@ def axial_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
 
 @axial_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-    return _like_map(v)
+    return like_map(v, v.shape[3:])
 
 
 @torch.library.custom_op("gsanet::axial_attention_gradient", mutates_args=())
@@ -61,7 +63,7 @@ def axial_attention_gradient(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and the table."""
-    d_q, d_k, d_v = (_like_map(one) for one in (q, k, v))
+    d_q, d_k, d_v = (like_map(one, one.shape[3:]) for one in (q, k, v))
     if not v.numel():
         return d_q, d_k, d_v, table.new_zeros(table.shape)
     return d_q, d_k, d_v, calls.axial_attention_gradient(d_out, q, k, v, table, d_q, d_k, d_v)
@@ -69,36 +71,15 @@ def axial_attention_gradient(
 
 @axial_attention_gradient.register_fake
 def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _like_map(q), _like_map(k), _like_map(v), table.new_empty(table.shape)
-
-
-def _like_map(x: Tensor) -> Tensor:
-    """A dense map with the pixels in the order of another: that of a transposed one is transposed too."""
-    batch, length, lines, heads, channels = x.shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty(batch, lines, length, heads, channels).transpose(1, 2)
-    return x.new_empty(batch, length, lines, heads, channels)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    return like_map(q, q.shape[3:]), like_map(k, k.shape[3:]), like_map(v, v.shape[3:]), table.new_empty(table.shape)
 
 
 def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor, ...]:
     return axial_attention_gradient(d_out, *ctx.saved_tensors)
 
 
-def _second_gradient(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    """That of the gradient, by PyTorch's own operators."""
-    with torch.enable_grad():
-        d_out, *tensors = (one.detach().requires_grad_() for one in ctx.saved_tensors)
-        out = attend_by_products(*tensors)
-        first = torch.autograd.grad(out, tensors, d_out, create_graph=True)
-    return torch.autograd.grad(first, (d_out, *tensors), gradients)
-
-
-axial_attention.register_autograd(_gradient, setup_context=_save)
-axial_attention_gradient.register_autograd(_second_gradient, setup_context=_save)
+axial_attention.register_autograd(_gradient, setup_context=save_inputs)
+axial_attention_gradient.register_autograd(second_gradient(attend_by_products), setup_context=save_inputs)
 
 
 @register_flop_formula(torch.ops.gsanet.axial_attention)

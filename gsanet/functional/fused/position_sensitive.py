@@ -11,6 +11,8 @@ from torch.utils.flop_counter import register_flop_formula
 from gsanet.functional.exporting import is_exporting
 from gsanet.functional.fused import available
 from gsanet.functional.fused.calls import position_sensitive as calls
+from gsanet.functional.fused.calls.tensors import like_map
+from gsanet.functional.fused.gradients import save_inputs, second_gradient
 from gsanet.functional.fused.plan.position_sensitive import fits_position_sensitive
 from gsanet.functional.position_sensitive import attend_by_products, sum_scores
 from gsanet.functional.transforms import have_tangents
@@ -34,7 +36,7 @@ def takes(projected: Tensor, table: Tensor) -> bool:
 @torch.library.custom_op("gsanet::position_sensitive_attention", mutates_args=())
 def position_sensitive_attention(projected: Tensor, tables: Tensor, content: Tensor) -> Tensor:
     """As `attend_by_products`, for what `takes` takes; pixels of the output lie in memory in the order of the map's."""
-    out = _like_map(projected, _results_of(projected))
+    out = like_map(projected, _results_of(projected))
     if out.numel():
         calls.position_sensitive_attention(projected, tables, content, out)
     return out
@@ -42,7 +44,7 @@ def position_sensitive_attention(projected: Tensor, tables: Tensor, content: Ten
 
 @position_sensitive_attention.register_fake
 def _(projected: Tensor, tables: Tensor, content: Tensor) -> Tensor:
-    return _like_map(projected, _results_of(projected))
+    return like_map(projected, _results_of(projected))
 
 
 @torch.library.custom_op("gsanet::position_sensitive_gradient", mutates_args=())
@@ -50,7 +52,7 @@ def position_sensitive_gradient(
     d_out: Tensor, projected: Tensor, tables: Tensor, content: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the map, the tables and the factors."""
-    d_projected = _like_map(projected, projected.shape[3:])
+    d_projected = like_map(projected, projected.shape[3:])
     if not projected.numel():
         return d_projected, tables.new_zeros(tables.shape), content.new_zeros(content.shape)
     return d_projected, *calls.position_sensitive_gradient(d_out, projected, tables, content, d_projected)
@@ -58,7 +60,7 @@ def position_sensitive_gradient(
 
 @position_sensitive_gradient.register_fake
 def _(d_out: Tensor, projected: Tensor, tables: Tensor, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    d_projected = _like_map(projected, projected.shape[3:])
+    d_projected = like_map(projected, projected.shape[3:])
     return d_projected, tables.new_empty(tables.shape), content.new_empty(content.shape)
 
 
@@ -67,33 +69,12 @@ def _results_of(projected: Tensor) -> tuple[int, int, int]:
     return 2, projected.shape[3], projected.shape[4] // 2
 
 
-def _like_map(x: Tensor, channels: tuple[int, ...]) -> Tensor:
-    """A dense map with the pixels in the order of another: that of a transposed one is transposed too."""
-    batch, length, lines = x.shape[:3]
-    if x.stride(1) < x.stride(2):
-        return x.new_empty(batch, lines, length, *channels).transpose(1, 2)
-    return x.new_empty(batch, length, lines, *channels)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _gradient(ctx: Any, d_out: Tensor) -> tuple[Tensor, ...]:
     return position_sensitive_gradient(d_out, *ctx.saved_tensors)
 
 
-def _second_gradient(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    """That of the gradient, by PyTorch's own operators."""
-    with torch.enable_grad():
-        d_out, *tensors = (one.detach().requires_grad_() for one in ctx.saved_tensors)
-        out = attend_by_products(*tensors)
-        first = torch.autograd.grad(out, tensors, d_out, create_graph=True)
-    return torch.autograd.grad(first, (d_out, *tensors), gradients)
-
-
-position_sensitive_attention.register_autograd(_gradient, setup_context=_save)
-position_sensitive_gradient.register_autograd(_second_gradient, setup_context=_save)
+position_sensitive_attention.register_autograd(_gradient, setup_context=save_inputs)
+position_sensitive_gradient.register_autograd(second_gradient(attend_by_products), setup_context=save_inputs)
 
 
 @torch.library.custom_op("gsanet::position_sensitive_sums", mutates_args=())
@@ -125,7 +106,7 @@ def _(d_sums: Tensor, projected: Tensor, table: Tensor) -> tuple[Tensor, Tensor]
 
 def _gradients_of_sums(projected: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     width = table.shape[1] // 2
-    return _like_map(projected, (projected.shape[3], width)), table.new_zeros(table.shape[0], width)
+    return like_map(projected, (projected.shape[3], width)), table.new_zeros(table.shape[0], width)
 
 
 def _gradient_of_sums(ctx: Any, d_sums: Tensor) -> tuple[Tensor, ...]:
@@ -133,16 +114,14 @@ def _gradient_of_sums(ctx: Any, d_sums: Tensor) -> tuple[Tensor, ...]:
     return tuple(F.pad(one, (0, one.shape[-1])) for one in found)
 
 
-def _second_gradient_of_sums(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    with torch.enable_grad():
-        d_sums, *tensors = (one.detach().requires_grad_() for one in ctx.saved_tensors)
-        first = torch.autograd.grad(sum_scores(*tensors), tensors, d_sums, create_graph=True)
-        narrow = [one[..., : one.shape[-1] // 2] for one in first]
-    return torch.autograd.grad(narrow, (d_sums, *tensors), gradients, materialize_grads=True)
+def _of_queries_and_keys(gradient: Tensor) -> Tensor:
+    return gradient[..., : gradient.shape[-1] // 2]
 
 
-position_sensitive_sums.register_autograd(_gradient_of_sums, setup_context=_save)
-position_sensitive_sums_gradient.register_autograd(_second_gradient_of_sums, setup_context=_save)
+position_sensitive_sums.register_autograd(_gradient_of_sums, setup_context=save_inputs)
+position_sensitive_sums_gradient.register_autograd(
+    second_gradient(sum_scores, _of_queries_and_keys), setup_context=save_inputs
+)
 
 
 @register_flop_formula(torch.ops.gsanet.position_sensitive_sums)

@@ -22,6 +22,14 @@ def shape_of(q: Tensor, v: Tensor, *others: Tensor) -> Shape:
     return Shape(q.dtype, q.shape[3], q.shape[4], v.shape[4], vector)
 
 
+def like_map(x: Tensor, channels: tuple[int, ...]) -> Tensor:
+    """A dense map (batch, x, y, *channels), its pixels in the order of another: if that is transposed, it is too."""
+    batch, length, lines = x.shape[:3]
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(batch, lines, length, *channels).transpose(1, 2)
+    return x.new_empty(batch, length, lines, *channels)
+
+
 def pixels(x: Tensor) -> Tensor:
     """(batch, channels, height, width) as (pixels, channels): a view of a channels-last map."""
     return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
