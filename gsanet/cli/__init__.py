@@ -10,6 +10,7 @@ from rich.markup import escape
 import gsanet
 from gsanet.cli import files, looking, networks, paper, stress, training
 from gsanet.cli.common import errors
+from gsanet.devices import keep_freed_memory
 
 # Under the headings that `gsanet --help` has.
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
@@ -64,6 +65,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 def main() -> None:
     """Run the command; what the user got wrong is one line and exit code 2, without a traceback."""
+    keep_freed_memory()
     try:
         app()
     except (ValueError, TypeError, OSError) as error:
