@@ -94,9 +94,9 @@ def _(projected: Tensor, table: Tensor) -> Tensor:
 def position_sensitive_sums_gradient(d_sums: Tensor, projected: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of q | k of the map and of the table: v has none."""
     d_projected, d_table = _gradients_of_sums(projected, table)
-    if projected.numel():
-        d_table = calls.position_sensitive_sums_gradient(d_sums, projected, table, d_projected, d_table)
-    return d_projected, d_table
+    if not projected.numel():
+        return d_projected, d_table.zero_()
+    return d_projected, calls.position_sensitive_sums_gradient(d_sums, projected, table, d_projected, d_table)
 
 
 @position_sensitive_sums_gradient.register_fake
@@ -106,7 +106,7 @@ def _(d_sums: Tensor, projected: Tensor, table: Tensor) -> tuple[Tensor, Tensor]
 
 def _gradients_of_sums(projected: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     width = table.shape[1] // 2
-    return like_map(projected, (projected.shape[3], width)), table.new_zeros(table.shape[0], width)
+    return like_map(projected, (projected.shape[3], width)), table.new_empty(table.shape[0], width)
 
 
 def _gradient_of_sums(ctx: Any, d_sums: Tensor) -> tuple[Tensor, ...]:

@@ -24,6 +24,16 @@ def capture(function):
     return graph, results
 
 
+def check_replay(gpu, function):
+    """A graph gives what the function does."""
+    with gpu.running(poison=False):
+        expected = function()
+        graph, replayed = capture(function)
+        graph.replay()
+        torch.cuda.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(expected, replayed, strict=True))
+
+
 def replay(pairs):
     """What each of several graphs gives now."""
     for graph, _ in pairs:

@@ -11,7 +11,7 @@ import random
 
 import pytest
 import torch
-from functional.fused.graphs import capture
+from functional.fused.graphs import check_replay
 from functional.fused.test_axial import check_module
 from functional.fused.test_instantiations import MACHINES, check_that_they_fit
 from functional.fused.test_kernels import BF16, FLOAT, HALF, check_close, normal, same_bits
@@ -354,12 +354,7 @@ def test_compiled(kernels):
 
 def test_cuda_graph(gpu):
     tensors = inputs(gpu, BF16, (4, 16, 16), 8, 8)
-    with gpu.running(poison=False):
-        expected = run(*tensors)
-        graph, replayed = capture(lambda: run(*tensors))
-        graph.replay()
-        torch.cuda.synchronize()
-    assert same_bits(expected, replayed)
+    check_replay(gpu, lambda: run(*tensors))
 
 
 def test_larger_batches(gpu):

@@ -38,8 +38,7 @@ KERNEL(THREADS, BLOCKS) axial_forward(const Arguments arguments) {
           load_lefts<Keys>(own, queries + step * 16 * Keys::PITCH);
           attend(scores, inverse, own, queries + KEYS, table, step, arguments.factor, skew);
           Rounded weights[GROUPS];
-#pragma unroll
-          for (int i = 0; i < GROUPS; ++i) weights[i] = Rounded(scores[i]);
+          round_all(weights, scores);
           if constexpr (IS_FLOAT<T>) put(buffer, weights);
           add_mixed(out[step], weights, buffer, values, Values::PITCH);
 #pragma unroll
@@ -117,13 +116,11 @@ KERNEL(THREADS, BLOCKS) axial_backward(const Arguments arguments) {
           Rounded rounded[GROUPS];
 #pragma unroll
           for (int i = 0; i < GROUPS * 4; ++i) weights[i / 4][i % 4] *= inverse[i / 2 % 2];
-#pragma unroll
-          for (int i = 0; i < GROUPS; ++i) rounded[i] = Rounded(weights[i]);
+          round_all(rounded, weights);
           put(buffer, rounded);
           add_transposed<0, STEPS>(d_values, buffer, own_gradients, Values::PITCH);
           differentiate(weights, slopes, arguments.scale);
-#pragma unroll
-          for (int i = 0; i < GROUPS; ++i) rounded[i] = Rounded(weights[i]);
+          round_all(rounded, weights);
           put(buffer, rounded);
           add_transposed<0, STEPS>(d_keys, buffer, own_queries, Keys::PITCH);
           float d_queries[Keys::GROUPS][4] = {};

@@ -27,6 +27,15 @@ DEVICE void for_each_result(const Arguments& arguments, const Bundle& bundle, Mo
   });
 }
 
+// Where number `i` of this lane's sums belongs whose rows are 16 attending pixels, number `step` of the line; or 16 keys, turned.
+DEVICE float& own_score(float* scores, int step, int i) {
+  return scores[(step * 16 + i / 2 % 2 * 8 + lane_index() / 4) * SCORE_PITCH + i / 4 * 8 + lane_index() % 4 * 2 + i % 2];
+}
+
+DEVICE float& turned_score(float* scores, int step, int i) {
+  return scores[(i / 4 * 8 + lane_index() % 4 * 2 + i % 2) * SCORE_PITCH + step * 16 + i / 2 % 2 * 8 + lane_index() / 4];
+}
+
 // What keys add to the scores of those who attend, in row x and column i of `scores`. A warp is alone with them.
 DEVICE void score_by_keys(float* scores, const T* keys, const T* table, const Skew& skew) {
   warp_barrier();
@@ -36,16 +45,10 @@ DEVICE void score_by_keys(float* scores, const T* keys, const T* table, const Sk
     float products[GROUPS][4] = {};
     load_lefts<Keys>(own, keys + step * 16 * Keys::PITCH);
     add_by_position<Keys>(products, own, table, TABLE_PITCH, step, skew);
-    float* const corner = scores + lane_index() % 4 * 2 * SCORE_PITCH + step * 16 + lane_index() / 4;
 #pragma unroll
-    for (int i = 0; i < GROUPS * 4; ++i) corner[(i / 4 * 8 + i % 2) * SCORE_PITCH + i / 2 % 2 * 8] = products[i / 4][i % 4];
+    for (int i = 0; i < GROUPS * 4; ++i) turned_score(scores, step, i) = products[i / 4][i % 4];
   }
   warp_barrier();
-}
-
-// Where this lane's scores of 16 attending pixels begin: with rows 8 further on, and columns 8 further on for each group.
-DEVICE float* own_scores(float* scores, int step) {
-  return scores + (step * 16 + lane_index() / 4) * SCORE_PITCH + lane_index() % 4 * 2;
 }
 
 // Scores of 16 attending pixels, number `step` of the line, as exponentials about the largest, and the inverse of their sums.
@@ -56,10 +59,9 @@ DEVICE void attend(float (&scores)[GROUPS][4], float (&inverse)[2], const T* que
 #pragma unroll
   for (int i = 0; i < GROUPS * 4; ++i) scores[i / 4][i % 4] = 0.f;
   add_products<Keys>(scores, own, keys, Keys::PITCH);
-  const float* const corner = own_scores(by_keys, step);
 #pragma unroll
   for (int i = 0; i < GROUPS * 4; ++i)
-    scores[i / 4][i % 4] = multiply_then_add(scores[i / 4][i % 4], content, corner[i / 2 % 2 * 8 * SCORE_PITCH + i / 4 * 8 + i % 2]);
+    scores[i / 4][i % 4] = multiply_then_add(scores[i / 4][i % 4], content, own_score(by_keys, step, i));
   add_by_position<Keys>(scores, own, table, TABLE_PITCH, step, skew);
   take_exponentials(scores, inverse, step, 1.4426950408889634f);
 }
@@ -93,8 +95,7 @@ KERNEL(THREADS, BLOCKS) position_sensitive_forward(const Arguments arguments) {
           float weights[GROUPS][4], inverse[2];
           attend(weights, inverse, queries, keys, table, scores, content, step, skew);
           Rounded rounded[GROUPS], offsets[GROUPS + 2];
-#pragma unroll
-          for (int i = 0; i < GROUPS; ++i) rounded[i] = Rounded(weights[i]);
+          round_all(rounded, weights);
           if constexpr (IS_FLOAT<T>) put(buffer, rounded);
           add_mixed(by_content[step], rounded, buffer, values, Values::PITCH);
           skew.back(offsets, weights);
@@ -170,19 +171,16 @@ KERNEL(THREADS, BLOCKS) position_sensitive_backward(const Arguments arguments) {
           Rounded rounded[GROUPS], offsets[GROUPS + 2];
 #pragma unroll
           for (int i = 0; i < GROUPS * 4; ++i) weights[i / 4][i % 4] *= inverse[i / 2 % 2];
-#pragma unroll
-          for (int i = 0; i < GROUPS; ++i) rounded[i] = Rounded(weights[i]);
+          round_all(rounded, weights);
           put(buffer, rounded);
           add_transposed<0, STEPS>(d_values, buffer, by_content, Gradients::PITCH);
           skew.back(offsets, weights);
           put(buffer, offsets);
           add_transposed<WINDOW, STEPS + 1>(d_h, buffer, by_position, Gradients::PITCH);
           differentiate(weights, slopes, 1.f);
-          float* const corner = own_scores(scores, STEP);
 #pragma unroll
-          for (int i = 0; i < GROUPS * 4; ++i) corner[i / 2 % 2 * 8 * SCORE_PITCH + i / 4 * 8 + i % 2] = weights[i / 4][i % 4];
-#pragma unroll
-          for (int i = 0; i < GROUPS; ++i) rounded[i] = Rounded(weights[i]);
+          for (int i = 0; i < GROUPS * 4; ++i) own_score(scores, STEP, i) = weights[i / 4][i % 4];
+          round_all(rounded, weights);
           put(buffer, rounded);
           add_transposed<0, STEPS>(d_keys, buffer, own_queries, Keys::PITCH);
           float d_queries[Keys::GROUPS][4] = {};
@@ -208,9 +206,8 @@ KERNEL(THREADS, BLOCKS) position_sensitive_backward(const Arguments arguments) {
           constexpr int STEP = decltype(number)::INDEX, WINDOW = STEPS - 1 - STEP;
           T* const own_keys = keys + STEP * 16 * Keys::PITCH;
           float slopes[GROUPS][4];
-          const float* const corner = scores + lane_index() % 4 * 2 * SCORE_PITCH + STEP * 16 + lane_index() / 4;
 #pragma unroll
-          for (int i = 0; i < GROUPS * 4; ++i) slopes[i / 4][i % 4] = corner[(i / 4 * 8 + i % 2) * SCORE_PITCH + i / 2 % 2 * 8];
+          for (int i = 0; i < GROUPS * 4; ++i) slopes[i / 4][i % 4] = turned_score(scores, STEP, i);
           Rounded offsets[GROUPS + 2];
           skew.back(offsets, slopes);
           put(buffer, offsets);
@@ -230,7 +227,6 @@ KERNEL(THREADS, BLOCKS) position_sensitive_backward(const Arguments arguments) {
   write_table<KEY>(partial, d_f);
   write_table<KEY>(partial + KEY, d_g);
   write_table<VALUE>(partial + 2 * KEY, d_h);
-#pragma unroll
-  for (int distance = 16; distance; distance /= 2) d_content += shuffle_xor(d_content, distance);
+  d_content = sum_of_warp(d_content);
   if (lane_index() == 0) arguments.d_content[number] = d_content;
 }

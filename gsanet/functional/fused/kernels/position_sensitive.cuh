@@ -102,6 +102,13 @@ DEVICE void store_keys(T* tile, const float (&sums)[Keys::GROUPS][4]) {
   }
 }
 
+// The same for all lanes.
+DEVICE float sum_of_warp(float value) {
+#pragma unroll
+  for (int distance = 16; distance; distance /= 2) value += shuffle_xor(value, distance);
+  return value;
+}
+
 // A part of the gradient of a head's table, WIDTH channels, from `partial` on.
 template <int WIDTH, int COUNT>
 DEVICE void write_table(float* partial, const float (&sums)[2 * STEPS][COUNT][4]) {

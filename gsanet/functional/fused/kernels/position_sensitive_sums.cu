@@ -6,11 +6,6 @@
 // Cut as in position_sensitive.cu; scores stay in registers here, too.
 #include "position_sensitive.cuh"
 
-template <int NUMBER>
-struct Part {
-  static constexpr int INDEX = NUMBER;
-};
-
 // Part INDEX of the scores of 16 pixels, number `step`, with all of their line: zero for others. The third one has keys in rows.
 template <int INDEX>
 DEVICE void score(float (&scores)[GROUPS][4], const T* queries, const T* keys, const T* table, int step, const Skew& skew) {
@@ -52,14 +47,12 @@ KERNEL(THREADS, BLOCKS) position_sensitive_sums(const Arguments arguments) {
               sums[0][INDEX] += one, sums[1][INDEX] = multiply_then_add(one, one, sums[1][INDEX]);
             }
           };
-          add(Part<0>{}), add(Part<1>{}), add(Part<2>{});
+          add(Number<0>{}), add(Number<1>{}), add(Number<2>{});
         }
       });
 #pragma unroll
   for (int i = 0; i < 6; ++i) {
-    float sum = sums[i / 3][i % 3];
-#pragma unroll
-    for (int distance = 16; distance; distance /= 2) sum += shuffle_xor(sum, distance);
+    const float sum = sum_of_warp(sums[i / 3][i % 3]);
     if (lane_index() == 0)
       arguments.partial[(block_index() * 6 + i) * arguments.heads + block_row() * HEADS + warp_index()] = sum;
   }
@@ -109,14 +102,13 @@ KERNEL(THREADS, BLOCKS) position_sensitive_sums_gradient(const Arguments argumen
           constexpr int STEP = decltype(number)::INDEX, WINDOW = STEPS - 1 - STEP;
           T* const own_queries = queries + STEP * 16 * Keys::PITCH;
           float d_queries[Keys::GROUPS][4] = {}, d_scores[GROUPS][4];
-          differentiate(Part<0>{}, d_scores, STEP);
+          differentiate(Number<0>{}, d_scores, STEP);
           Rounded rounded[GROUPS], offsets[GROUPS + 2];
-#pragma unroll
-          for (int i = 0; i < GROUPS; ++i) rounded[i] = Rounded(d_scores[i]);
+          round_all(rounded, d_scores);
           put(buffer, rounded);
           add_transposed<0, STEPS>(d_keys, buffer, own_queries, Keys::PITCH);
           add_mixed(d_queries, rounded, buffer, keys, Keys::PITCH);
-          differentiate(Part<1>{}, d_scores, STEP);
+          differentiate(Number<1>{}, d_scores, STEP);
           skew.back(offsets, d_scores);
           put(buffer, offsets);
           add_transposed<WINDOW, STEPS + 1>(d_f, buffer, own_queries, Keys::PITCH);
@@ -130,7 +122,7 @@ KERNEL(THREADS, BLOCKS) position_sensitive_sums_gradient(const Arguments argumen
           constexpr int STEP = decltype(number)::INDEX, WINDOW = STEPS - 1 - STEP;
           T* const own_keys = keys + STEP * 16 * Keys::PITCH;
           float d_scores[GROUPS][4];
-          differentiate(Part<2>{}, d_scores, STEP);
+          differentiate(Number<2>{}, d_scores, STEP);
           Rounded offsets[GROUPS + 2];
           skew.back(offsets, d_scores);
           put(buffer, offsets);

@@ -115,6 +115,11 @@ struct Rounded {
   }
 };
 
+DEVICE void round_all(Rounded (&groups)[GROUPS], const float (&sums)[GROUPS][4]) {
+#pragma unroll
+  for (int i = 0; i < GROUPS; ++i) groups[i] = Rounded(sums[i]);
+}
+
 // COUNT groups to the warp's buffer, (16, BUFFER_PITCH). Nobody reads it before, and all may after it.
 template <int COUNT>
 DEVICE void put(T* buffer, const Rounded (&groups)[COUNT]) {
@@ -303,14 +308,15 @@ DEVICE void differentiate(float (&weights)[GROUPS][4], const float (&slopes)[GRO
   }
 }
 
+// A number that the compiler knows.
 template <int NUMBER>
-struct Step {
+struct Number {
   static constexpr int INDEX = NUMBER;
 };
 
 template <int NUMBER = 0, class Use>
 DEVICE void for_each_step(Use use) {
-  use(Step<NUMBER>{});
+  use(Number<NUMBER>{});
   if constexpr (NUMBER + 1 < STEPS) for_each_step<NUMBER + 1>(use);
 }
 
