@@ -1,5 +1,6 @@
 """From source to a loaded library: which compiler, what is kept, and what happens where it cannot be done."""
 
+import platform
 import shutil
 import stat
 
@@ -131,17 +132,11 @@ def test_cxx_may_have_options(commands, monkeypatch):
     assert all(command[:2] == [name, "-DFIRST=1"] for command in commands)
 
 
-@needs_compiler
-def test_kernels_for_the_least_machine_of_a_kind(monkeypatch):
-    """With vectors of another size than on most, and without warnings."""
-    monkeypatch.undo()
-    warnings = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi")  # how vectors are passed on between files: none is
-    monkeypatch.setattr(compiler, "FLAGS", ("-std=c++17", "-O1", "-fopenmp", "-fPIC", *warnings))
-    compiler._outcome.cache_clear()
-    q, k, v = (one.requires_grad_() for one in maps((2, 19, 16, 3), 9, 8, torch.float32))
-    rel = table(19, 9, torch.float32, grad=True)
-    assert explain().startswith("native")
-    x, module = torch.randn(2, 24, 19, 16), GlobalSelfAttention(24, feat_size=(19, 16)).eval()
+def agrees_with_torch(shape, heads, key, value):
+    """Whether the kernels that are built now give what the backend `torch` gives, gradients as well."""
+    q, k, v = (one.requires_grad_() for one in maps((2, *shape, heads), key, value, torch.float32))
+    rel = table(shape[0], key, torch.float32, grad=True)
+    x, module = torch.randn(2, 24, *shape), GlobalSelfAttention(24, feat_size=shape).eval()
 
     def run():
         with torch.no_grad():
@@ -151,5 +146,37 @@ def test_kernels_for_the_least_machine_of_a_kind(monkeypatch):
 
     found = run()
     with use_backend("torch"):
-        for one, expected in zip(found, run(), strict=True):
-            assert relative_error(one, expected) < 2e-6
+        return all(relative_error(one, expected) < 2e-6 for one, expected in zip(found, run(), strict=True))
+
+
+@needs_compiler
+def test_kernels_for_the_least_machine_of_a_kind(monkeypatch):
+    """With vectors of another size than on most, and without warnings."""
+    monkeypatch.undo()
+    warnings = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi")  # how vectors are passed on between files: none is
+    monkeypatch.setattr(compiler, "FLAGS", ("-std=c++17", "-O1", "-fopenmp", "-fPIC", *warnings))
+    compiler._outcome.cache_clear()
+    assert explain().startswith("native")
+    assert agrees_with_torch((19, 16), heads=3, key=9, value=8)
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have other names")
+@pytest.mark.parametrize(
+    ("machine", "capabilities"),
+    [
+        ("x86-64", ("DEFAULT", "AVX2", "AVX512")),
+        ("haswell", ("AVX2", "AVX512")),
+        ("skylake-avx512", ("AVX512",)),
+    ],
+)
+def test_kernels_for_other_machines_than_this(machine, capabilities, monkeypatch):
+    """A compiler vectorises for each machine in another way. With heads and lines that do not fill the vectors."""
+    if torch.backends.cpu.get_cpu_capability() not in capabilities:
+        pytest.skip(f"the CPU cannot run what is compiled for {machine}")
+    monkeypatch.undo()
+    target = f"-march={machine}"
+    monkeypatch.setattr(compiler, "FLAGS", tuple(target if "march" in flag else flag for flag in compiler.FLAGS))
+    compiler._outcome.cache_clear()
+    assert compiler.unavailable() is None
+    assert agrees_with_torch((9, 13), heads=4, key=9, value=9)

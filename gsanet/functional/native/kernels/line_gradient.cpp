@@ -83,8 +83,10 @@ void differentiate(const LineGradient& of, const Vectors& at, const Group& group
     gather(Starts(group, of.queries, of.key, true), of.queries.pixel, of.length, of.key, vectors + at.queries);
     gather(Starts(group, of.values, of.value, true), of.values.pixel, of.length, of.value, vectors + at.values);
     gather(Starts(group, of.gradient, of.value, true), of.gradient.pixel, of.length, of.value, gradient);
-    for (int lane = group.count; lane < LANES; lane++)  // a pair that only stands in adds nothing
-        for (int64_t i = 0; i < int64_t(of.length) * of.value; i++) gradient[i][lane] = 0;
+    if (group.count < LANES) {  // a pair that only stands in adds nothing
+        const Bits others = lanes_from(group.count);
+        for (int64_t i = 0; i < int64_t(of.length) * of.value; i++) gradient[i] = others ? Vector{} : gradient[i];
+    }
     clear(d_queries, int64_t(of.length) * of.key);
 
     differentiate_values(of, at, vectors);

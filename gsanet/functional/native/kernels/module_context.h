@@ -24,8 +24,8 @@ inline void add_to_context(const Module& of, const Own& own, int spare, Vector* 
             key = exponential<Vector, Bits>(key - maxima[c]);
             totals[c] += key;
         }
-    for (int c = 0; c < of.key; c++)
-        for (int lane = LANES - spare; lane < LANES; lane++) maxima[c][lane] = -__builtin_inff();
+    const Bits without_line = lanes_from(LANES - spare);
+    for (int c = 0; c < of.key; c++) maxima[c] = without_line ? Vector{} - __builtin_inff() : maxima[c];
     for_pixels(of.key, [&](int c, auto rows) {
         mix_channels<decltype(rows)::value>(keys + c, 1, of.key, mine + own.values, of.length, of.value, false,
                                             sums + c * of.value);

@@ -61,6 +61,14 @@ inline void transpose(Block (&rows)[BLOCK]) {
     }
 }
 
+// The lanes from `first` on, as what ?: takes. (Lanes are not written one by one from a number that the compiler does not know:
+// GCC 12 takes their addresses for those of whole vectors, and stores them as such.)
+inline Bits lanes_from(int first) {
+    Bits numbers;
+    UNROLLED for (int lane = 0; lane < LANES; lane++) numbers[lane] = lane;
+    return numbers >= first;
+}
+
 // A number that the compiler knows.
 template <int N>
 struct Number {
