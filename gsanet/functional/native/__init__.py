@@ -1,8 +1,8 @@
 """The backend `native`: attention on a CPU in C++ kernels, compiled at first use by the compiler that is there.
 
 Scores never leave the first cache. `compiler` is the way from source to a loaded library, `calls` has one function for
-each kernel, `module` the whole module in evaluation, `kernels` the source. Positional attention has a gradient of its
-own; where another is asked for, the backend `torch` does the work.
+each kernel, `layer_ops` the two layers as operators, `module_ops` whole modules, `module` is these in evaluation, and
+`kernels` the source.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from gsanet.functional import lean
-from gsanet.functional.backends import Axis, Backend, Norm, Operation, is_differentiated
+from gsanet.functional.backends import Axis, Backend, Norm, Operation
+from gsanet.functional.exporting import is_exporting
+from gsanet.functional.fused.norms import applied_in_evaluation, in_float32, keep_statistics
 from gsanet.functional.lean import fit_table
-from gsanet.functional.native import calls
-from gsanet.functional.native.compiler import unavailable
-from gsanet.functional.native.module import attention_map, tensors_of
+from gsanet.functional.native import compiler, layer_ops, module, module_ops
+from gsanet.functional.native.module import tensors_of
+from gsanet.functional.pooling import average_pool
 from gsanet.functional.transforms import have_tangents, is_transformed
 
 FEW = 2**12  # numbers in a map, below which nothing is worth compiling for
@@ -28,39 +29,76 @@ PLAIN = (Tensor, nn.Parameter)
 
 def content_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As `gsanet.functional.content_attention`."""
-    q, k, v = (calls.side_by_side(tensor) for tensor in (q, k, v))
-    return calls.attend(q, v, None, "row", v.new_empty(v.shape), context=calls.context_vectors(k, v))
+    return layer_ops.content_attention(q, k, v)[0]
 
 
 def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, reach: int | None) -> Tensor:
     """As `gsanet.functional.positional_attention`."""
-    table = fit_table(rel, q.shape[1 if axis == "column" else 2], reach)
-    return _PositionalAttention.apply(q, v, table, axis)
+    return layer_ops.positional_attention(q, v, fit_table(rel, q.shape[1 if axis == "column" else 2], reach), axis)
 
 
-class _PositionalAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(q: Tensor, v: Tensor, table: Tensor, axis: Axis) -> Tensor:
-        q, v = calls.side_by_side(q), calls.side_by_side(v)
-        return calls.attend(q, v, table.contiguous(), axis, v.new_empty(v.shape))
+def attention_map(
+    x: Tensor,
+    weight: Tensor,
+    rel_column: Tensor | None,
+    rel_row: Tensor | None,
+    norm: Norm | Tensor | None,
+    *,
+    finish: Tensor | None = None,
+    num_heads: int,
+    dim_key: int,
+    content: bool,
+    reach: int | None,
+    stride: int,
+) -> Tensor:
+    """As `gsanet.functional.global_self_attention_map`; the norm is a batch norm, or its scale and shift."""
+    norm = norm if rel_column is not None and rel_row is not None else None
+    settings = (num_heads, dim_key, content)
+    if _keeps_statistics(norm) or _is_differentiated(x, weight, rel_column, rel_row, norm):
+        assert isinstance(norm, nn.BatchNorm2d)
+        applied = None if _keeps_statistics(norm) else applied_in_evaluation(norm)
+        tables = _fit_tables(x, rel_column, rel_row, reach)
+        out, _, _, applied, *_ = module_ops.attention_map(
+            x, weight, *tables, *in_float32(norm), applied, *settings, norm.eps
+        )
+        keep_statistics(norm, applied, x.numel() // x.shape[1])
+        return average_pool(out, stride)
+    if torch.compiler.is_compiling():
+        fixed = applied_in_evaluation(norm)[:2] if isinstance(norm, nn.BatchNorm2d) else norm
+        tables = _fit_tables(x, rel_column, rel_row, reach)
+        return module_ops.attention_map_inference(x, weight, *tables, fixed, finish, *settings, stride)
+    return module.attention_map(
+        x, weight, rel_column, rel_row, norm,
+        finish=finish, num_heads=num_heads, dim_key=dim_key, content=content, reach=reach, stride=stride,
+    )  # fmt: skip
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Axis], output: Tensor) -> None:
-        *tensors, ctx.axis = inputs
-        ctx.save_for_backward(*tensors)
 
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, v, table = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient that is to be differentiated again: PyTorch knows how
-            out = lean.positional_attention(q, v, table, ctx.axis, None)
-            wanted = [one for one, needs in zip((q, v, table), ctx.needs_input_grad, strict=False) if needs]
-            gradients = iter(torch.autograd.grad(out, wanted, d_out, create_graph=True))
-            return *(next(gradients) if needs else None for needs in ctx.needs_input_grad[:3]), None
-        q, v, d_out = (calls.side_by_side(tensor) for tensor in (q, v, d_out))
-        d_q, d_v = q.new_empty(q.shape), v.new_empty(v.shape)
-        d_table = calls.attend_gradient(q, v, table.contiguous(), ctx.axis, d_out, d_q, d_v)
-        return d_q, d_v, d_table, None
+def _fit_tables(x: Tensor, rel_column: Tensor | None, rel_row: Tensor | None, reach: int | None) -> list[Tensor | None]:
+    """Both tables for exactly the lines of a map."""
+    lengths = zip((rel_column, rel_row), x.shape[2:], strict=True)
+    return [None if rel is None else fit_table(rel, length, reach) for rel, length in lengths]
+
+
+def _keeps_statistics(norm: Norm | Tensor | None) -> bool:
+    """Whether a norm takes its statistics from the batch."""
+    return isinstance(norm, nn.BatchNorm2d) and (norm.training or norm.running_mean is None)
+
+
+def _is_differentiated(
+    x: Tensor, weight: Tensor, rel_column: Tensor | None, rel_row: Tensor | None, norm: Norm | Tensor | None
+) -> bool:
+    """As `is_differentiated`, of a whole module, in few calls."""
+    if not torch.is_grad_enabled():
+        return False
+    tensors = [x, weight, rel_column, rel_row]
+    if isinstance(norm, Tensor):
+        tensors.append(norm)
+    elif isinstance(norm, nn.BatchNorm2d):
+        tensors += [norm.weight, norm.bias]
+    for tensor in tensors:  # noqa: SIM110
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 def refuses(operation: Operation, *arguments: Any, **settings: Any) -> str | None:
@@ -70,23 +108,28 @@ def refuses(operation: Operation, *arguments: Any, **settings: Any) -> str | Non
         return "its kernels take no part in torch.func's transforms"
     if not first.is_cpu:
         return f"it runs on CPUs, not on {first.device.type}"
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return "its kernels are no operators that could be traced"
+    compiling = torch.compiler.is_compiling()
+    if torch.jit.is_tracing() or (compiling and is_exporting()):
+        return "exports have PyTorch's own operators"
     if first.dtype != torch.float32:
         return f"its kernels compute in float32, not in {first.dtype}"
     tensors = [one for one in arguments if isinstance(one, Tensor)]
-    if is_in_torch_dispatch_mode() or not _are_plain(tensors):
+    if (not compiling and is_in_torch_dispatch_mode()) or not _are_plain(tensors):
         return "it takes plain tensors only, with nothing that watches operators"
     if first.numel() < FEW or not all(map(Tensor.numel, tensors)):
         return f"a map of {first.numel()} numbers is too small to compile kernels for"
     if operation == "global_self_attention_map":
         reason = _refuses_map(*arguments, **settings)
-    elif operation == "content_attention" and is_differentiated(*tensors):
-        reason = "its content attention has no gradient"
     else:
         values = tensors[2 if operation == "content_attention" else 1]
         reason = _refuses_size(first.shape[1:3], (first.shape[4], values.shape[4]))
-    return unavailable() if reason is None else reason
+    return _unavailable() if reason is None else reason
+
+
+@torch.compiler.assume_constant_result
+def _unavailable() -> str | None:
+    """As `compiler.unavailable`, which torch.compile need not look into."""
+    return compiler.unavailable()
 
 
 def _refuses_map(
@@ -108,11 +151,14 @@ def _refuses_map(
     if (reason := _refuses_size(x.shape[2:], (dim_key // num_heads, dim_out // num_heads))) is not None:
         return reason
     fixed = [] if finish is None else [finish]
-    if rel_column is not None and rel_row is not None and norm is not None:
+    norm = norm if rel_column is not None and rel_row is not None else None
+    if norm is not None:
         if isinstance(norm, Tensor):
             fixed.append(norm)
-        elif type(norm) is not nn.BatchNorm2d or norm.training or norm.running_mean is None:
-            return f"it computes whole modules with a batch norm in evaluation, not with {type(norm).__name__} as it is"
+        elif type(norm) is not nn.BatchNorm2d:
+            return f"it computes whole modules with a batch norm inside, not {type(norm).__name__}"
+        elif x.shape[0] * x.shape[2] * x.shape[3] < 2 and _keeps_statistics(norm):
+            return "there is nothing to normalise"
         elif norm._forward_hooks or norm._forward_pre_hooks:
             return "the norm has hooks, which a kernel would pass by"
         elif norm.num_features != dim_out:
@@ -121,9 +167,12 @@ def _refuses_map(
             fixed += [one for one in tensors_of(norm) if one is not None]
     if any(one.dtype != torch.float32 or not one.is_cpu for one in fixed) or not _are_plain(fixed):
         return "it takes norms of plain tensors in float32 on the CPU only"
-    tables = [table for table in (rel_column, rel_row) if table is not None]
-    if is_differentiated(x, weight, *tables, *fixed):
-        return "its whole modules have no gradient"
+    if finish is not None and torch.is_grad_enabled() and finish.requires_grad:
+        return "its scale, shift and ReLU behind a module have no gradient"
+    if not _is_differentiated(x, weight, rel_column, rel_row, norm):
+        return None
+    if not isinstance(norm, nn.BatchNorm2d) or finish is not None:
+        return "its whole modules have a gradient only with both axes, a batch norm between them, and nothing behind"
     return None
 
 
@@ -138,6 +187,8 @@ def _refuses_size(size: Sequence[int], widths: Sequence[int]) -> str | None:
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors are what lies in their memory, and no more: no subclasses, no tangents of derivatives."""
+    if torch.compiler.is_compiling():  # and sees to that
+        return True
     for tensor in tensors:
         if type(tensor) not in PLAIN or tensor.layout != torch.strided or tensor.is_neg():
             return False

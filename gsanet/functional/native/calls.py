@@ -9,7 +9,7 @@ from torch import Tensor
 from gsanet.functional.backends import Axis
 from gsanet.functional.native.compiler import library
 
-SHARES = 32  # of the lines of a batch, each with a gradient of the embeddings that one thread makes
+SHARES = 32  # of the lines of a batch, each with sums over its lines that one thread makes
 
 
 class Map(Structure):
@@ -23,9 +23,9 @@ class Lines(Structure):
 
     _fields_ = (
         ("queries", Map), ("values", Map), ("out", Map),
-        ("embeddings", c_void_p), ("context", c_void_p),
+        ("embeddings", c_void_p), ("context", c_void_p), ("norm", c_void_p), ("moments", c_void_p),
         ("images", c_int), ("lines", c_int), ("length", c_int), ("heads", c_int), ("key", c_int), ("value", c_int),
-        ("threads", c_int),
+        ("shares", c_int), ("threads", c_int),
     )  # fmt: skip
 
 
@@ -33,8 +33,9 @@ class LineGradient(Structure):
     """The arguments of `kernels/line_gradient.cpp`."""
 
     _fields_ = (
-        ("queries", Map), ("values", Map), ("gradient", Map), ("d_queries", Map), ("d_values", Map),
+        ("queries", Map), ("values", Map), ("gradient", Map), ("output", Map), ("d_queries", Map), ("d_values", Map),
         ("embeddings", c_void_p), ("d_embeddings", c_void_p),
+        ("norm", c_void_p), ("d_norm", c_void_p), ("coefficients", c_void_p), ("add", c_int),
         ("images", c_int), ("lines", c_int), ("length", c_int), ("heads", c_int), ("key", c_int), ("value", c_int),
         ("shares", c_int), ("threads", c_int),
     )  # fmt: skip
@@ -44,8 +45,25 @@ class Context(Structure):
     """The arguments of `kernels/context.cpp`."""
 
     _fields_ = (
-        ("keys", c_void_p), ("values", c_void_p), ("out", c_void_p),
+        ("keys", c_void_p), ("values", c_void_p), ("out", c_void_p), ("softmax", c_void_p),
         ("keys_image", c_int64), ("keys_pixel", c_int64), ("values_image", c_int64), ("values_pixel", c_int64),
+        ("images", c_int), ("pixels", c_int), ("heads", c_int), ("key", c_int), ("value", c_int), ("threads", c_int),
+    )  # fmt: skip
+
+
+class Pixels(Structure):
+    """A map in memory, seen as pixels: `Pixels` of `kernels/context_gradient.cpp`."""
+
+    _fields_ = (("data", c_void_p), ("image", c_int64), ("pixel", c_int64))
+
+
+class ContextGradient(Structure):
+    """The arguments of `kernels/context_gradient.cpp`."""
+
+    _fields_ = (
+        ("queries", Pixels), ("keys", Pixels), ("values", Pixels), ("gradient", Pixels),
+        ("d_queries", Pixels), ("d_keys", Pixels), ("d_values", Pixels),
+        ("context", c_void_p), ("softmax", c_void_p), ("add", c_int),
         ("images", c_int), ("pixels", c_int), ("heads", c_int), ("key", c_int), ("value", c_int), ("threads", c_int),
     )  # fmt: skip
 
@@ -93,6 +111,8 @@ def attend(
     out: Tensor,
     *,
     context: Tensor | None = None,
+    norm: Tensor | None = None,
+    moments: Tensor | None = None,
 ) -> Tensor:
     """Positional attention along an axis, and what may come with it.
 
@@ -103,42 +123,133 @@ def attend(
         axis: The axis.
         out: Where the output goes, (batch, x, y, head, v).
         context: Context vectors, (batch, head, k, v): queries times these are added.
+        norm: Scales and shifts of the values' channels, as its first two rows, contiguous.
+        moments: Memory from `empty_moments`, for what `join_moments` wants to know of the output.
     """
     batch, height, width, heads, key = q.shape
     lines, length = (width, height) if axis == "column" else (height, width)
     arguments = Lines(
         *(_lines(tensor, axis) for tensor in (q, v, out)),
-        _pointer(rel), _pointer(context),
-        batch, lines, length, heads, key, v.shape[4], torch.get_num_threads(),
+        _pointer(rel), _pointer(context), _pointer(norm), _pointer(moments),
+        batch, lines, length, heads, key, v.shape[4], 0 if moments is None else len(moments), torch.get_num_threads(),
     )  # fmt: skip
     library().attend_along_lines(byref(arguments))
     return out
 
 
-def attend_gradient(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, d_out: Tensor, d_q: Tensor, d_v: Tensor) -> Tensor:
-    """Write the gradients of q and v for that of the output of `attend`; returns the embeddings'."""
+def empty_moments(v: Tensor, axis: Axis) -> Tensor:
+    """Memory for the moments of the output of `attend` for these values."""
+    lines = v.shape[0] * v.shape[2 if axis == "column" else 1]
+    return v.new_empty(min(SHARES, lines), 3, v.shape[3] * v.shape[4], dtype=torch.float64)
+
+
+def join_moments(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each channel, in float32."""
+    count, mean, squares = moments.unbind(dim=1)  # share, channel
+    total = count.sum(dim=0)
+    overall = (count * mean).sum(dim=0) / total
+    variance = (squares + count * (mean - overall).square()).sum(dim=0) / total
+    return overall.float(), variance.float()
+
+
+class LineGradients(NamedTuple):
+    """What `attend_gradient` gives beside the gradients of the maps."""
+
+    d_rel: Tensor
+    sums: Tensor  # with a norm: of the gradient behind it, and of that times what was normalised, (2, channels)
+
+
+def attend_gradient(
+    q: Tensor,
+    v: Tensor,
+    rel: Tensor,
+    axis: Axis,
+    d_out: Tensor,
+    d_q: Tensor,
+    d_v: Tensor,
+    *,
+    add: bool = False,
+    norm: Tensor | None = None,
+    out: Tensor | None = None,
+    coefficients: Tensor | None = None,
+) -> LineGradients:
+    """Write the gradients of q and v for that of the output of `attend`.
+
+    Args:
+        q: As for `attend`.
+        v: As for `attend`.
+        rel: As for `attend`.
+        axis: As for `attend`.
+        d_out: The gradient of the output, or, with coefficients, of what a norm made of it.
+        d_q: Where the gradient of q goes.
+        d_v: Where the gradient of v goes; with a norm it is that of what the norm made of v.
+        add: Whether to add to d_q.
+        norm: Scale, shift, mean and 1 / standard deviation of a norm of the values, as its first four rows.
+        out: The output, for coefficients.
+        coefficients: (4, channels), contiguous: the gradient of the output is a * d_out + b * (out - c) + d.
+    """
+    assert norm is None or coefficients is None  # the kernel has memory for one of them
     batch, height, width, heads, key = q.shape
+    value = v.shape[4]
     lines, length = (width, height) if axis == "column" else (height, width)
     shares = rel.new_empty(min(SHARES, batch * lines), *rel.shape)
+    sums = rel.new_empty(len(shares), 0 if norm is None else 2, heads * value, dtype=torch.float64)
     arguments = LineGradient(
-        *(_lines(tensor, axis) for tensor in (q, v, d_out, d_q, d_v)), rel.data_ptr(), shares.data_ptr(),
-        batch, lines, length, heads, key, v.shape[4], len(shares), torch.get_num_threads(),
+        *(_lines(tensor, axis) for tensor in (q, v, d_out, d_out if out is None else out, d_q, d_v)),
+        rel.data_ptr(), shares.data_ptr(),
+        _pointer(norm), None if norm is None else sums.data_ptr(), _pointer(coefficients), add,
+        batch, lines, length, heads, key, value, len(shares), torch.get_num_threads(),
     )  # fmt: skip
     library().differentiate_along_lines(byref(arguments))
-    return shares.sum(dim=0)
+    return LineGradients(shares.sum(dim=0), sums.sum(dim=0).float())
 
 
-def context_vectors(k: Tensor, v: Tensor) -> Tensor:
-    """Softmax of k over (x, y), times v: (batch, head, k, v)."""
+class ContextVectors(NamedTuple):
+    """Softmax of the keys over (x, y), times the values, and of the softmax what its gradient needs."""
+
+    context: Tensor  # batch, head, k, v
+    softmax: Tensor  # the largest keys, and 1 / sums of weights: (2, batch, head, k)
+
+
+def context_vectors(k: Tensor, v: Tensor) -> ContextVectors:
+    """Softmax of k over (x, y), times v."""
     batch, height, width, heads, key = k.shape
     k, v = k.flatten(1, 2), v.flatten(1, 2)
-    out = k.new_empty(batch, heads, key, v.shape[3])
+    vectors = empty_context(k, v)
     arguments = Context(
-        k.data_ptr(), v.data_ptr(), out.data_ptr(), *k.stride()[:2], *v.stride()[:2],
-        batch, height * width, heads, key, v.shape[3], torch.get_num_threads(),
+        k.data_ptr(), v.data_ptr(), vectors.context.data_ptr(), vectors.softmax.data_ptr(),
+        *k.stride()[:2], *v.stride()[:2], batch, height * width, heads, key, v.shape[3], torch.get_num_threads(),
     )  # fmt: skip
     library().context_vectors(byref(arguments))
-    return out
+    return vectors
+
+
+def empty_context(k: Tensor, v: Tensor) -> ContextVectors:
+    """Memory for the context vectors of maps (batch, ..., head, channel)."""
+    batch, heads, key = k.shape[0], *k.shape[-2:]
+    return ContextVectors(k.new_empty(batch, heads, key, v.shape[-1]), k.new_empty(2, batch, heads, key))
+
+
+def content_gradient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    vectors: ContextVectors,
+    d_q: Tensor,
+    d_k: Tensor,
+    d_v: Tensor,
+    *,
+    add: bool = False,
+) -> None:
+    """Write the gradients of q, k and v for that of queries times context vectors; or add to those of q and v."""
+    batch, height, width, heads, key = k.shape
+    arguments = ContextGradient(
+        *(_pixels(one) for one in (q, k, v, d_out, d_q, d_k, d_v)),
+        vectors.context.data_ptr(), vectors.softmax.data_ptr(), add,
+        batch, height * width, heads, key, v.shape[4], torch.get_num_threads(),
+    )  # fmt: skip
+    library().differentiate_context_vectors(byref(arguments))
 
 
 def attend_as_module(
@@ -188,6 +299,16 @@ def side_by_side(x: Tensor) -> Tensor:
     heads, width = x.shape[3:]
     fits = (width == 1 or x.stride(4) == 1) and (heads == 1 or x.stride(3) == width)
     return x if fits else x.contiguous()
+
+
+def rows_in_order(x: Tensor) -> Tensor:
+    """As `side_by_side`, and the rows of the map follow each other like its pixels."""
+    x = side_by_side(x)
+    return x if x.stride(1) == x.shape[2] * x.stride(2) else x.contiguous()
+
+
+def _pixels(x: Tensor) -> Pixels:
+    return Pixels(x.data_ptr(), x.stride(0), x.stride(2))
 
 
 def _lines(tensor: Tensor, axis: Axis) -> Map:

@@ -27,7 +27,13 @@ KERNELS = Path(__file__).parent / "kernels"
 COMPILERS = ("c++", "g++", "clang++")
 # With the OpenMP of the compiler: its library has the name of the one that PyTorch has loaded, and is not loaded again.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
-ENTRIES = ("attend_along_lines", "differentiate_along_lines", "context_vectors", "attend_as_module")
+ENTRIES = (
+    "attend_along_lines",
+    "differentiate_along_lines",
+    "context_vectors",
+    "differentiate_context_vectors",
+    "attend_as_module",
+)
 _FORMAT = 1  # of the files in the cache
 _lock = threading.Lock()
 

@@ -23,7 +23,8 @@ from gsanet.functional import (
     positional_attention,
     use_backend,
 )
-from gsanet.functional.native.compiler import unavailable
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 ROUNDING = 2e-6
 # Heads that fill vectors and heads that do not, lanes that stand in for missing ones, long, short and odd lines, keys
@@ -38,18 +39,6 @@ SHAPES = [
     ((1, 5, 4, 8), 64, 64),
     ((2, 6, 6, 16), 12, 1),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _native(monkeypatch):
-    """The backend takes small maps too, and memory that nobody has written to is full of NaN."""
-    if (reason := unavailable()) is not None:
-        pytest.skip(reason)
-    monkeypatch.setattr(native, "FEW", 1)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @contextmanager
@@ -73,11 +62,19 @@ def assert_close_to_reference(function, *inputs):
     return value
 
 
+@pytest.mark.parametrize("scale", [1, 5])
 @pytest.mark.parametrize(("shape", "k", "v"), SHAPES)
-def test_content(shape, k, v):
+def test_content_and_its_gradients(shape, k, v, scale):
     q, keys, values = maps(shape, k, v, torch.float32)
-    assert explain_backend("content_attention", q, keys, values).startswith("native")
-    assert_close_to_reference(content_attention, q, 5 * keys, values)
+    inputs = [one.requires_grad_() for one in (q, scale * keys, values)]
+    doubles = [one.detach().double().requires_grad_() for one in inputs]
+    assert explain_backend("content_attention", *inputs).startswith("native")
+    out = content_attention(*inputs)
+    with use_backend("reference"):
+        expected = content_attention(*doubles)
+    assert relative_error(out, expected) < ROUNDING
+    for found, wanted in zip(gradients(out, inputs), gradients(expected, doubles), strict=True):
+        assert relative_error(found, wanted) < ROUNDING
 
 
 @pytest.mark.parametrize("axis", ["column", "row"])
@@ -108,6 +105,12 @@ def test_any_strides(change):
     q, keys, values = (change(one) for one in maps((2, 9, 6, 4), 8, 12, torch.float32))
     rel = table(9, 16, torch.float32)[:, ::2]
     assert_close_to_reference(content_attention, q, keys, values)
+    leaves = [one.requires_grad_() for one in (q, keys, values)]
+    found = gradients(content_attention(*leaves), leaves)
+    with use_backend("torch"):
+        expected = gradients(content_attention(*leaves), leaves)
+    assert all(relative_error(*both) < ROUNDING for both in zip(found, expected, strict=True))
+    q, keys, values = (one.detach() for one in leaves)
     assert_close_to_reference(lambda *x: positional_attention(*x, "column"), q, values, rel)
     assert_close_to_reference(lambda *x: positional_attention(*x, "row"), q, values, rel)
 
@@ -118,10 +121,10 @@ def test_two_runs_and_any_number_of_threads_give_the_same_bits():
 
     def run(count):
         with threads(count):
-            with torch.no_grad():
-                content = content_attention(q, keys, values)
+            content = content_attention(q, keys, values)
             out = positional_attention(q, values, rel, "column")
-            return content, out, *gradients(out, (q, values, rel))
+            of_content = gradients(content, (q, keys, values))
+            return content, out, *of_content, *gradients(out, (q, values, rel))
 
     first = run(1)
     for count in (1, 2, 5):
@@ -465,7 +468,6 @@ def test_refusals():
 
     assert "float32, not in torch.float64" in reason("content_attention", q.double(), k.double(), v.double())
     assert "not on meta" in reason("positional_attention", q.to("meta"), v.to("meta"), rel.to("meta"))
-    assert "has no gradient" in reason("content_attention", q.requires_grad_(), k, v)
     assert "too small" in reason("content_attention", *(one[:0] for one in (q.detach(), k, v)))
     wide, long = maps((1, 4, 5, 2), 129, 4, torch.float32), maps((1, 1, 2049, 1), 4, 4, torch.float32)
     assert "heads of up to 128 channels, not 129" in reason("content_attention", *wide)
@@ -477,9 +479,15 @@ def test_refusals():
     def module_reason(norm, *tensors):
         return reason("global_self_attention_map", *(tensors or whole), norm, **settings)
 
-    assert "native refuses: its whole modules have no gradient" in module_reason(nn.BatchNorm2d(64).eval())
-    assert "not with BatchNorm2d as it is" in module_reason(nn.BatchNorm2d(64))
-    assert "not with GroupNorm as it is" in module_reason(nn.GroupNorm(2, 64))
+    assert "inside, not GroupNorm" in module_reason(nn.GroupNorm(2, 64))
+    assert "only with both axes" in module_reason(torch.randn(2, 64).requires_grad_())
+    settings["finish"] = torch.randn(2, 64)
+    assert "and nothing behind" in module_reason(nn.BatchNorm2d(64))
+    settings["finish"].requires_grad_()
+    assert "ReLU behind a module have no gradient" in module_reason(nn.BatchNorm2d(64))
+    settings["finish"] = None
+    one = torch.randn(1, 64, 1, 1)
+    assert "nothing to normalise" in module_reason(nn.BatchNorm2d(64), one, *whole[1:])
     assert "for 32 channels" in module_reason(nn.BatchNorm2d(32).eval())
     for change in (torch.float64, "meta"):
         assert "norms of plain tensors in float32 on the CPU" in module_reason(nn.BatchNorm2d(64).eval().to(change))

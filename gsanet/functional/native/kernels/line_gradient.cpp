@@ -2,8 +2,11 @@
 //
 // With S[x, i] = q[x] . R[i - x]:  dV = S^T dY,  dS = dY V^T,  dQ[x] = sum over i of dS[x, i] R[i - x], and
 // dR[r] = sum over x, and over all pairs, of dS[x, x + r] q[x].
+//
+// A norm of the values or of the output is part of it. That of the values needs two sums for each channel; that of the
+// output gives its gradient from that of what it made.
 #include "gradient_products.h"
-#include "lanes.h"
+#include "moments.h"
 
 namespace {
 
@@ -11,18 +14,25 @@ constexpr int STRIP = 8;    // attending pixels whose dS is kept
 constexpr int OFFSETS = 2;  // of dR, whose sums are made together
 
 struct LineGradient {
-    Map queries, values, gradient, d_queries, d_values;
+    Map queries, values, gradient, output, d_queries, d_values;
     const float* embeddings;  // (2 * length - 1, key)
     float* d_embeddings;      // (share, 2 * length - 1, key): the shares are to be summed
+    const float* norm;  // of the values, (4, head, value): scale, shift, mean, 1 / standard deviation; or null
+    double* d_norm;     // (share, 2, head, value): sums of the gradient of what was normalised, and of their product
+    // Of a norm of the output, (4, head, value): its gradient is a * gradient + b * (output - c) + d; or null, and the
+    // output is not read. There is no norm of the values then.
+    const float* coefficients;
+    int add;  // whether d_queries holds something already, to which is added
     int images, lines, length, heads, key, value, shares, threads;
 };
 
 // The vectors of one group: queries and d_queries [x][key], values, gradient and d_values [i][value], scores
-// [PIXELS][piece], dS as d_scores [STRIP][row], with zeros at both ends: what lies there is no pixel; and dR as
-// d_embeddings [offset][key], of all groups of a share together.
+// [PIXELS][piece], dS as d_scores [STRIP][row], with zeros at both ends: what lies there is no pixel; dR as
+// d_embeddings [offset][key], of all groups of a share together; channels [4][value], what is known of a norm; and
+// others [i][value], what was normalised, without scale and shift, or the output.
 struct Vectors {
     int piece, row;
-    int64_t queries, values, gradient, d_queries, d_values, scores, d_scores, d_embeddings, count;
+    int64_t queries, values, gradient, d_queries, d_values, scores, d_scores, d_embeddings, channels, others, count;
 
     explicit Vectors(const LineGradient& of) {
         const int64_t length = of.length;
@@ -37,6 +47,8 @@ struct Vectors {
         scores = take(PIXELS * piece);
         d_scores = take(STRIP * row);
         d_embeddings = take((2 * length - 1) * of.key);
+        channels = take(of.norm || of.coefficients ? 4 * of.value : 0);
+        others = take(of.norm || of.coefficients ? length * of.value : 0);
         count = take.end;
     }
 };
@@ -77,22 +89,63 @@ void differentiate_strip(const LineGradient& of, const Vectors& at, int first, i
         });
 }
 
-void differentiate(const LineGradient& of, const Vectors& at, const Group& group, Vector* vectors) {
+// The four rows of a norm's numbers, of the channels of a group.
+void gather_channels(const LineGradient& of, const Group& group, const float* from, Vector* to) {
+    gather(Starts(group, from, of.value), int64_t(of.heads) * of.value, 4, of.value, to);
+}
+
+// What the norm before makes of the values, which others keep as they are without scale and shift.
+void normalise(const LineGradient& of, const Vectors& at, const Group& group, Vector* vectors) {
+    Vector *const values = vectors + at.values, *const others = vectors + at.others;
+    const Vector *const scale = vectors + at.channels, *const shift = scale + of.value;
+    const Vector *const mean = shift + of.value, *const inverse = mean + of.value;
+    gather_channels(of, group, of.norm, vectors + at.channels);
+    for (int i = 0; i < of.length; i++)
+        for (int c = 0; c < of.value; c++) {
+            Vector& value = values[i * of.value + c];
+            others[i * of.value + c] = (value - mean[c]) * inverse[c];
+            value = value * scale[c] + shift[c];
+        }
+}
+
+// The gradient of the output from that of what the norm behind made of it.
+void differentiate_norm(const LineGradient& of, const Vectors& at, const Group& group, Vector* vectors) {
+    Vector *const gradient = vectors + at.gradient, *const outputs = vectors + at.others;
+    const Vector *const a = vectors + at.channels, *const b = a + of.value, *const c = b + of.value;
+    const Vector* const d = c + of.value;
+    gather_channels(of, group, of.coefficients, vectors + at.channels);
+    gather(Starts(group, of.output, of.value, true), of.output.pixel, of.length, of.value, outputs);
+    for (int i = 0; i < of.length; i++)
+        for (int v = 0; v < of.value; v++) {
+            Vector& one = gradient[i * of.value + v];
+            one = one * a[v] + (outputs[i * of.value + v] - c[v]) * b[v] + d[v];
+        }
+}
+
+// d_norm: sums of all channels, or null.
+void differentiate(const LineGradient& of, const Vectors& at, const Group& group, double* d_norm, Vector* vectors) {
     Vector *const gradient = vectors + at.gradient, *const d_queries = vectors + at.d_queries;
     Vector* const d_values = vectors + at.d_values;
     gather(Starts(group, of.queries, of.key, true), of.queries.pixel, of.length, of.key, vectors + at.queries);
     gather(Starts(group, of.values, of.value, true), of.values.pixel, of.length, of.value, vectors + at.values);
     gather(Starts(group, of.gradient, of.value, true), of.gradient.pixel, of.length, of.value, gradient);
+    if (of.norm) normalise(of, at, group, vectors);
+    if (of.coefficients) differentiate_norm(of, at, group, vectors);
     if (group.count < LANES) {  // a pair that only stands in adds nothing
         const Bits others = lanes_from(group.count);
         for (int64_t i = 0; i < int64_t(of.length) * of.value; i++) gradient[i] = others ? Vector{} : gradient[i];
     }
-    clear(d_queries, int64_t(of.length) * of.key);
+    if (of.add)
+        gather(Starts(group, of.d_queries, of.key, true), of.d_queries.pixel, of.length, of.key, d_queries);
+    else
+        clear(d_queries, int64_t(of.length) * of.key);
 
     differentiate_values(of, at, vectors);
     for (int first = 0; first < of.length; first += STRIP)
         differentiate_strip(of, at, first, of.length - first < STRIP ? of.length - first : STRIP, vectors);
 
+    if (d_norm)
+        add_sums(group, d_values, vectors + at.others, of.length, of.value, of.heads * of.value, d_norm);
     scatter(Starts(group, of.d_queries, of.key, false), of.d_queries.pixel, of.length, of.key, d_queries);
     scatter(Starts(group, of.d_values, of.value, false), of.d_values.pixel, of.length, of.value, d_values);
 }
@@ -105,6 +158,7 @@ extern "C" void differentiate_along_lines(const LineGradient* lines) {
     const Vectors at(of);
     const int groups = count_groups(of.lines, of.heads);
     const int64_t units = int64_t(of.images) * groups, numbers = (2 * int64_t(of.length) - 1) * of.key;
+    const int channels = of.heads * of.value;
 #pragma omp parallel num_threads(of.threads)
     {
         Scratch<Vector> vectors(at.count);
@@ -113,9 +167,11 @@ extern "C" void differentiate_along_lines(const LineGradient* lines) {
 #pragma omp for schedule(dynamic)
         for (int share = 0; share < of.shares; share++) {
             clear(d_embeddings, numbers);
+            double* const d_norm = of.d_norm ? of.d_norm + int64_t(share) * 2 * channels : nullptr;
+            for (int i = 0; d_norm && i < 2 * channels; i++) d_norm[i] = 0;
             for (int64_t unit = units * share / of.shares; unit < units * (share + 1) / of.shares; unit++) {
                 const Group group(static_cast<int>(unit / groups), static_cast<int>(unit % groups), of.lines, of.heads);
-                differentiate(of, at, group, vectors.data);
+                differentiate(of, at, group, d_norm, vectors.data);
             }
             for (int64_t i = 0; i < numbers; i++) {
                 float sum = 0;

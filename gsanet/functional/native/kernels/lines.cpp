@@ -1,5 +1,6 @@
 // Positional attention along all lines of a map, or queries times context vectors, or both.
 #include "attention.h"
+#include "moments.h"
 
 namespace {
 
@@ -7,13 +8,15 @@ struct Lines {
     Map queries, values, out;
     const float* embeddings;  // (2 * length - 1, key); or null: no positional attention, and values are not read
     const float* context;     // (image, head, key, value): adds queries times this; or null
-    int images, lines, length, heads, key, value, threads;
+    const float* norm;        // scales and shifts, (2, head, value), through which the values go; or null
+    double* moments;          // of the output, (share, 3, head, value): count, mean and squared deviations; or null
+    int images, lines, length, heads, key, value, shares, threads;
 };
 
-// The vectors of one group: queries [x][key], values [i][value], sums [x][value], scores, and context vectors
-// [key][value].
+// The vectors of one group: queries [x][key], values [i][value], sums [x][value], scores, context vectors [key][value],
+// and scales and shifts [2][value].
 struct Vectors {
-    int64_t queries, values, sums, scores, context, count;
+    int64_t queries, values, sums, scores, context, norm, count;
 
     explicit Vectors(const Lines& of) {
         Layout take;
@@ -22,6 +25,7 @@ struct Vectors {
         sums = take(int64_t(of.length) * of.value);
         scores = take(PIXELS * cached_pixels(of.value));
         context = take(of.context ? int64_t(of.key) * of.value : 0);
+        norm = take(of.norm ? 2 * of.value : 0);
         count = take.end;
     }
 };
@@ -37,6 +41,15 @@ void attend(const Lines& of, const Vectors& at, const Group& group, Vector* vect
     if (of.embeddings) {
         Vector* const values = vectors + at.values;
         gather(Starts(group, of.values, of.value, true), of.values.pixel, of.length, of.value, values);
+        if (of.norm) {
+            Vector *const scale = vectors + at.norm, *const shift = scale + of.value;
+            gather(Starts(group, of.norm, of.value), int64_t(of.heads) * of.value, 2, of.value, scale);
+            for (int i = 0; i < of.length; i++)
+                for (int c = 0; c < of.value; c++) {
+                    Vector& value = values[i * of.value + c];
+                    value = value * scale[c] + shift[c];
+                }
+        }
         attend_by_position(queries, values, of.embeddings, of.length, of.key, of.value, of.context != nullptr,
                            vectors + at.scores, sums);
     }
@@ -45,15 +58,24 @@ void attend(const Lines& of, const Vectors& at, const Group& group, Vector* vect
 
 }  // namespace
 
+// Which groups are a share's is fixed, whatever the number of threads, so that two runs give the same moments.
 extern "C" void attend_along_lines(const Lines* lines) {
     const Lines& of = *lines;
     const Vectors at(of);
-    const int groups = count_groups(of.lines, of.heads);
+    const int groups = count_groups(of.lines, of.heads), channels = of.heads * of.value;
+    const int64_t units = int64_t(of.images) * groups, shares = of.moments ? of.shares : units;
 #pragma omp parallel num_threads(of.threads)
     {
         Scratch<Vector> vectors(at.count);
 #pragma omp for schedule(dynamic)
-        for (int unit = 0; unit < of.images * groups; unit++)
-            attend(of, at, Group(unit / groups, unit % groups, of.lines, of.heads), vectors.data);
+        for (int64_t share = 0; share < shares; share++) {
+            double* const moments = of.moments ? of.moments + share * 3 * channels : nullptr;
+            for (int i = 0; moments && i < 3 * channels; i++) moments[i] = 0;
+            for (int64_t unit = units * share / shares; unit < units * (share + 1) / shares; unit++) {
+                const Group group(static_cast<int>(unit / groups), static_cast<int>(unit % groups), of.lines, of.heads);
+                attend(of, at, group, vectors.data);
+                if (moments) add_moments(group, vectors.data + at.sums, of.length, of.value, channels, moments);
+            }
+        }
     }
 }

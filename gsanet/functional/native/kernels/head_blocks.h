@@ -1,0 +1,98 @@
+// The channels of one head of one image, pixel by pixel as they lie in memory: a vector of them at a time, the last one
+// filled up with zeros. T is the vector: Block for narrow heads, of which a Vector would be half empty.
+#pragma once
+
+#include "vectors.h"
+
+constexpr int PIECE = 64;    // pixels whose weights are kept in the first cache
+constexpr int TOGETHER = 2;  // vectors of channels that are multiplied together
+constexpr int ROWS = 8;      // channels whose products with these are summed together
+
+// What a vector is made of.
+template <class T>
+struct Of;
+template <>
+struct Of<Block> {
+    static constexpr int numbers = BLOCK;
+    typedef Integers Bits;
+};
+#if defined(__AVX512F__)  // elsewhere both are one
+template <>
+struct Of<Vector> {
+    static constexpr int numbers = LANES;
+    typedef ::Bits Bits;
+};
+#endif
+
+template <class T>
+inline int vectors_of(int channels) {
+    return (channels + Of<T>::numbers - 1) / Of<T>::numbers;
+}
+
+// Calls f with a vector of the kind that heads of these widths are taken by.
+template <class F>
+inline void with_vector(int key, int value, F&& f) {
+    if (key >= LANES && value >= LANES)
+        f(Vector{});
+    else
+        f(Block{});
+}
+
+template <class T>
+inline float* floats(T* vectors) {
+    return reinterpret_cast<float*>(vectors);
+}
+
+// A vector, or the `count` numbers that are left.
+template <class T>
+inline T load_some(const float* from, int count) {
+    T vector = {};
+    if (count >= Of<T>::numbers)
+        __builtin_memcpy(&vector, from, sizeof vector);  // from any address
+    else
+        for (int i = 0; i < count; i++) vector[i] = from[i];
+    return vector;
+}
+
+template <class T>
+inline void store_some(float* to, T vector, int count) {
+    if (count >= Of<T>::numbers)
+        __builtin_memcpy(to, &vector, sizeof vector);
+    else
+        for (int i = 0; i < count; i++) to[i] = vector[i];
+}
+
+// sums[i * row] += sum over pixels of left[pixel][i] * right[pixel]: R channels of left, and V vectors of right, of
+// which there are `columns` channels.
+template <int R, int V, class T>
+inline void add_outer_products(const float* left, int64_t left_pixel, const float* right, int64_t right_pixel,
+                               int columns, int pixels, T* sums, int row) {
+    constexpr int N = Of<T>::numbers;
+    T products[R][V] = {};
+    for (int pixel = 0; pixel < pixels; pixel++) {
+        T values[V];
+        UNROLLED for (int v = 0; v < V; v++)
+            values[v] = load_some<T>(right + pixel * right_pixel + v * N, columns - v * N);
+        UNROLLED for (int i = 0; i < R; i++)
+            UNROLLED for (int v = 0; v < V; v++) products[i][v] += values[v] * left[pixel * left_pixel + i];
+    }
+    UNROLLED for (int i = 0; i < R; i++)
+        UNROLLED for (int v = 0; v < V; v++) sums[i * row + v] += products[i][v];
+}
+
+// sums[key][value vector] += sum over pixels of left[pixel][key] * right[pixel][value].
+template <class T>
+inline void add_all_outer_products(const float* left, int64_t left_pixel, int key, const float* right,
+                                   int64_t right_pixel, int value, int pixels, T* sums) {
+    constexpr int N = Of<T>::numbers;
+    const int row = vectors_of<T>(value);
+    for (int first = 0; first < key; first += ROWS)
+        for (int v = 0; v < row; v += TOGETHER)
+            with_known<ROWS>(key - first, [&](auto rows) {
+                with_known<TOGETHER>(row - v, [&](auto together) {
+                    add_outer_products<decltype(rows)::value, decltype(together)::value>(
+                        left + first, left_pixel, right + v * N, right_pixel, value - v * N, pixels,
+                        sums + first * row + v, row);
+                });
+            });
+}
