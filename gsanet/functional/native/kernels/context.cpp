@@ -6,8 +6,8 @@
 
 namespace {
 
-constexpr int PIECE = 64;    // pixels whose weights are kept in the first cache
-constexpr int TOGETHER = 2;  // blocks of values that are multiplied together
+constexpr int PIECE = 64;             // pixels whose weights are kept in the first cache
+constexpr int TOGETHER = 16 / BLOCK;  // blocks of values that are multiplied together
 
 struct Context {
     const float *keys, *values;  // (image, pixel, head, channel)
