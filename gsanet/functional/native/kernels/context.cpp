@@ -3,6 +3,7 @@
 // A head of an image is one unit of work. Its channels lie side by side in memory and are taken BLOCK at a time; the
 // last of them may be filled up with zeros.
 #include "exponential.h"
+#include "threads.h"
 
 namespace {
 
@@ -91,16 +92,15 @@ void attend(const Context& of, const float* keys, const float* values, float* ou
 extern "C" void context_vectors(const Context* context) {
     const Context& of = *context;
     const int key_blocks = blocks(of.key), value_blocks = blocks(of.value);
-#pragma omp parallel num_threads(of.threads)
-    {
+    std::atomic<int64_t> next{0};
+    in_threads(of.threads, [&] {
         Scratch<Block> maxima(key_blocks), totals(key_blocks), weights(PIECE * key_blocks);
         Scratch<Block> sums(int64_t(key_blocks) * BLOCK * value_blocks);
-#pragma omp for schedule(dynamic)
-        for (int unit = 0; unit < of.images * of.heads; unit++) {
+        for_units(next, int64_t(of.images) * of.heads, [&](int64_t unit) {
             const int64_t image = unit / of.heads, head = unit % of.heads;
             attend(of, of.keys + image * of.keys_image + head * of.key,
-                   of.values + image * of.values_image + head * of.value, of.out + int64_t(unit) * of.key * of.value,
+                   of.values + image * of.values_image + head * of.value, of.out + unit * of.key * of.value,
                    maxima.data, totals.data, weights.data, sums.data);
-        }
-    }
+        });
+    });
 }

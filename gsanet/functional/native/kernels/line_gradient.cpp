@@ -4,6 +4,7 @@
 // dR[r] = sum over x, and over all pairs, of dS[x, x + r] q[x].
 #include "gradient_products.h"
 #include "lanes.h"
+#include "threads.h"
 
 namespace {
 
@@ -105,13 +106,12 @@ extern "C" void differentiate_along_lines(const LineGradient* lines) {
     const Vectors at(of);
     const int groups = count_groups(of.lines, of.heads);
     const int64_t units = int64_t(of.images) * groups, numbers = (2 * int64_t(of.length) - 1) * of.key;
-#pragma omp parallel num_threads(of.threads)
-    {
+    std::atomic<int64_t> next{0};
+    in_threads(of.threads, [&] {
         Scratch<Vector> vectors(at.count);
         clear(vectors.data + at.d_scores, STRIP * at.row);
         Vector* const d_embeddings = vectors.data + at.d_embeddings;
-#pragma omp for schedule(dynamic)
-        for (int share = 0; share < of.shares; share++) {
+        for_units(next, of.shares, [&](int64_t share) {
             clear(d_embeddings, numbers);
             for (int64_t unit = units * share / of.shares; unit < units * (share + 1) / of.shares; unit++) {
                 const Group group(static_cast<int>(unit / groups), static_cast<int>(unit % groups), of.lines, of.heads);
@@ -122,6 +122,6 @@ extern "C" void differentiate_along_lines(const LineGradient* lines) {
                 for (int lane = 0; lane < LANES; lane++) sum += d_embeddings[i][lane];
                 of.d_embeddings[share * numbers + i] = sum;
             }
-        }
-    }
+        });
+    });
 }

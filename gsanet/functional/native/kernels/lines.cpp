@@ -1,5 +1,6 @@
 // Positional attention along all lines of a map, or queries times context vectors, or both.
 #include "attention.h"
+#include "threads.h"
 
 namespace {
 
@@ -49,11 +50,12 @@ extern "C" void attend_along_lines(const Lines* lines) {
     const Lines& of = *lines;
     const Vectors at(of);
     const int groups = count_groups(of.lines, of.heads);
-#pragma omp parallel num_threads(of.threads)
-    {
+    std::atomic<int64_t> next{0};
+    in_threads(of.threads, [&] {
         Scratch<Vector> vectors(at.count);
-#pragma omp for schedule(dynamic)
-        for (int unit = 0; unit < of.images * groups; unit++)
-            attend(of, at, Group(unit / groups, unit % groups, of.lines, of.heads), vectors.data);
-    }
+        for_units(next, int64_t(of.images) * groups, [&](int64_t unit) {
+            const Group group(static_cast<int>(unit / groups), static_cast<int>(unit % groups), of.lines, of.heads);
+            attend(of, at, group, vectors.data);
+        });
+    });
 }
