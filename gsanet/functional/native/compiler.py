@@ -28,8 +28,8 @@ from gsanet.functional.fused.cache import read_entry, write_entry
 KERNELS = Path(__file__).parent / "kernels"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC")
-# The machine at hand, in the words of compilers: on ARM clang knows the second only up to version 15, and compilers for
-# some machines know neither.
+# The machine at hand, in the words of compilers: on ARM clang 14 knows only the second, and compilers that build for
+# another machine than they run on know neither.
 MACHINES = (("-march=native",), ("-mcpu=native",), ())
 ENTRIES = ("use_threads", "attend_along_lines", "differentiate_along_lines", "context_vectors", "attend_as_module")
 _FORMAT = 1  # of the files in the cache
@@ -96,7 +96,7 @@ def build(compiler: Sequence[str]) -> bytes:
 
 
 def _flags(compiler: Sequence[str]) -> tuple[list[str], str]:
-    """The flags with which a compiler works, and all that it defines by itself, its version and the machine among it."""
+    """The flags that a compiler knows, and what it defines by itself: its version, and what the machine can do."""
     for machine in MACHINES:
         flags = [*FLAGS, *machine]
         try:
