@@ -21,13 +21,18 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from gsanet.functional.fused.cache import read_entry, write_entry
 
 KERNELS = Path(__file__).parent / "kernels"
 COMPILERS = ("c++", "g++", "clang++")
-# With the OpenMP of the compiler: its library has the name of the one that PyTorch has loaded, and is not loaded again.
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", "-fPIC")
+# The machine at hand, in the words of compilers: on ARM clang 14 knows only the second, and compilers that build for
+# another machine than they run on know neither.
+MACHINES = (("-march=native",), ("-mcpu=native",), ())
 ENTRIES = (
+    "use_threads",
     "attend_along_lines",
     "differentiate_along_lines",
     "context_vectors",
@@ -81,9 +86,8 @@ def find_compiler() -> list[str]:
 def build(compiler: Sequence[str]) -> bytes:
     """The kernels as a shared library, from the cache or compiled now and kept there."""
     sources = {file.name: file.read_text() for file in sorted(KERNELS.iterdir()) if file.suffix in (".cpp", ".h")}
-    # What -march=native stands for, and the compiler's version, are among the macros that it defines by itself.
-    target = _run([*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
-    parts = {"format": _FORMAT, "flags": FLAGS, "compiler": list(compiler), "target": target, "sources": sources}
+    flags, target = _flags(compiler)
+    parts = {"format": _FORMAT, "flags": flags, "compiler": list(compiler), "target": target, "sources": sources}
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     if (entry := read_entry(key)) is not None:
         return entry[1]
@@ -92,10 +96,21 @@ def build(compiler: Sequence[str]) -> bytes:
             Path(folder, name).write_text(text)
         built = Path(folder, "kernels.so")
         units = [str(Path(folder, name)) for name in sources if name.endswith(".cpp")]
-        _run([*compiler, *FLAGS, "-shared", *units, "-o", str(built)])
+        _run([*compiler, *flags, "-shared", *units, "-o", str(built)])
         image = built.read_bytes()
     write_entry(key, {}, image)
     return image
+
+
+def _flags(compiler: Sequence[str]) -> tuple[list[str], str]:
+    """The flags that a compiler knows, and what it defines by itself: its version, and what the machine can do."""
+    for machine in MACHINES:
+        flags = [*FLAGS, *machine]
+        try:
+            return flags, _run([*compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
+        except UnavailableError as error:
+            failure = error
+    raise failure
 
 
 def load(image: bytes) -> ctypes.CDLL:
@@ -109,7 +124,18 @@ def load(image: bytes) -> ctypes.CDLL:
         raise UnavailableError(f"the compiled kernels cannot be loaded: {error}") from error
     for name in ENTRIES:
         getattr(loaded, name).restype = None
+    loaded.use_threads(_parallel())
     return loaded
+
+
+def _parallel() -> ctypes.c_void_p:
+    """`GOMP_parallel` of the OpenMP that PyTorch calls: found as its libraries find it, whatever its file is named."""
+    for file in (None, torch._C.__file__):  # what all libraries see, then what PyTorch's have loaded for themselves
+        try:
+            return ctypes.cast(ctypes.CDLL(file).GOMP_parallel, ctypes.c_void_p)
+        except (AttributeError, OSError, TypeError):  # TypeError: a system where None stands for nothing
+            continue
+    raise UnavailableError("PyTorch's threads are not those of an OpenMP that the kernels could call")
 
 
 def _run(command: Sequence[str]) -> str:

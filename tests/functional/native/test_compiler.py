@@ -1,8 +1,10 @@
 """From source to a loaded library: which compiler, what is kept, and what happens where it cannot be done."""
 
+import os
 import platform
 import shutil
 import stat
+import sys
 
 import pytest
 import torch
@@ -117,7 +119,7 @@ def test_another_source_or_machine_is_another_library(commands, monkeypatch, tmp
     (tmp_path / "kernels" / "source.cpp").write_text(f"{SOURCE}\n// changed")
     compiler._outcome.cache_clear()
     compiler.unavailable()
-    monkeypatch.setattr(compiler, "FLAGS", tuple(flag for flag in compiler.FLAGS if flag != "-march=native"))
+    monkeypatch.setattr(compiler, "MACHINES", ((),))
     compiler._outcome.cache_clear()
     compiler.unavailable()
     assert len(compilations(commands)) == 3
@@ -130,6 +132,54 @@ def test_cxx_may_have_options(commands, monkeypatch):
     monkeypatch.setenv("CXX", f"{name} -DFIRST=1")
     assert compiler.unavailable() is None
     assert all(command[:2] == [name, "-DFIRST=1"] for command in commands)
+
+
+@needs_compiler
+@pytest.mark.parametrize("known", ["-march=native", "-mcpu=native", "neither"])
+def test_a_compiler_that_has_another_name_for_this_machine(known, commands, monkeypatch, tmp_path):
+    """Or none: it builds for the least machine of the kind."""
+    name = next(filter(shutil.which, compiler.COMPILERS))
+    text = f"""
+        for one; do
+            shift
+            case $one in
+                {known}) ;;
+                -m*=native) echo "error: unsupported option '$one'" >&2; exit 1 ;;
+                *) set -- "$@" "$one" ;;
+            esac
+        done
+        exec {name} "$@"
+    """
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
+    assert compiler.unavailable() is None
+    (command,) = compilations(commands)
+    assert [flag for flag in command if flag.endswith("native")] == ([] if known == "neither" else [known])
+
+
+def test_without_openmp_the_backend_torch_does_the_work(monkeypatch):
+    monkeypatch.setattr(compiler.ctypes, "CDLL", lambda file: object())
+    with pytest.raises(compiler.UnavailableError, match="not those of an OpenMP"):
+        compiler._parallel()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no list of threads")
+@pytest.mark.parametrize("name", compiler.COMPILERS[1:])
+def test_the_threads_are_those_of_pytorch(name, monkeypatch):
+    """A second set of threads would be in the way of the first."""
+    if shutil.which(name) is None:
+        pytest.skip(f"there is no {name}")
+    monkeypatch.undo()
+    monkeypatch.setenv("CXX", name)
+    count = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        torch.randn(1_000_000).relu_()
+        before = os.listdir("/proc/self/task")
+        assert explain().startswith("native")
+        content_attention(*maps((1, 16, 16, 2), 8, 8, torch.float32))
+        assert set(os.listdir("/proc/self/task")) <= set(before)
+    finally:
+        torch.set_num_threads(count)
 
 
 def agrees_with_torch(shape, heads, key, value):
@@ -154,7 +204,8 @@ def test_kernels_for_the_least_machine_of_a_kind(monkeypatch):
     """With vectors of another size than on most, and without warnings."""
     monkeypatch.undo()
     warnings = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi")  # how vectors are passed on between files: none is
-    monkeypatch.setattr(compiler, "FLAGS", ("-std=c++17", "-O1", "-fopenmp", "-fPIC", *warnings))
+    monkeypatch.setattr(compiler, "FLAGS", ("-std=c++17", "-O1", "-fPIC", *warnings))
+    monkeypatch.setattr(compiler, "MACHINES", ((),))
     compiler._outcome.cache_clear()
     assert explain().startswith("native")
     assert agrees_with_torch((19, 16), heads=3, key=9, value=8)
@@ -175,8 +226,7 @@ def test_kernels_for_other_machines_than_this(machine, capabilities, monkeypatch
     if torch.backends.cpu.get_cpu_capability() not in capabilities:
         pytest.skip(f"the CPU cannot run what is compiled for {machine}")
     monkeypatch.undo()
-    target = f"-march={machine}"
-    monkeypatch.setattr(compiler, "FLAGS", tuple(target if "march" in flag else flag for flag in compiler.FLAGS))
+    monkeypatch.setattr(compiler, "MACHINES", ((f"-march={machine}",),))
     compiler._outcome.cache_clear()
     assert compiler.unavailable() is None
     assert agrees_with_torch((9, 13), heads=4, key=9, value=9)

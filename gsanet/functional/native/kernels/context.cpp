@@ -3,6 +3,7 @@
 // A head of an image is one unit of work.
 #include "exponential.h"
 #include "head_blocks.h"
+#include "threads.h"
 
 namespace {
 
@@ -76,18 +77,16 @@ void attend(const Context& of, const float* keys, const float* values, float* ou
 extern "C" void context_vectors(const Context* context) {
     const Context& of = *context;
     const int64_t numbers = int64_t(of.images) * of.heads * of.key;
+    std::atomic<int64_t> next{0};
     with_vector(of.key, of.value, [&](auto vector) {
-#pragma omp parallel num_threads(of.threads)
-        {
+        in_threads(of.threads, [&] {
             const Memory<decltype(vector)> memory(of);
-#pragma omp for schedule(dynamic)
-            for (int unit = 0; unit < of.images * of.heads; unit++) {
+            for_units(next, int64_t(of.images) * of.heads, [&](int64_t unit) {
                 const int64_t image = unit / of.heads, head = unit % of.heads;
                 attend(of, of.keys + image * of.keys_image + head * of.key,
-                       of.values + image * of.values_image + head * of.value,
-                       of.out + int64_t(unit) * of.key * of.value,
-                       of.softmax ? of.softmax + int64_t(unit) * of.key : nullptr, numbers, memory);
-            }
-        }
+                       of.values + image * of.values_image + head * of.value, of.out + unit * of.key * of.value,
+                       of.softmax ? of.softmax + unit * of.key : nullptr, numbers, memory);
+            });
+        });
     });
 }

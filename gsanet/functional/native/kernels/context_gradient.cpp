@@ -4,6 +4,7 @@
 // is the mean of V dC^T under P. A head of an image is one unit of work, and P is computed again.
 #include "exponential.h"
 #include "head_blocks.h"
+#include "threads.h"
 
 namespace {
 
@@ -157,13 +158,12 @@ void differentiate(const ContextGradient& of, int64_t image, int64_t head, const
 
 extern "C" void differentiate_context_vectors(const ContextGradient* gradient) {
     const ContextGradient& of = *gradient;
+    std::atomic<int64_t> next{0};
     with_vector(of.key, of.value, [&](auto vector) {
-#pragma omp parallel num_threads(of.threads)
-        {
+        in_threads(of.threads, [&] {
             const Memory<decltype(vector)> memory(of);
-#pragma omp for schedule(dynamic)
-            for (int unit = 0; unit < of.images * of.heads; unit++)
-                differentiate(of, unit / of.heads, unit % of.heads, memory);
-        }
+            for_units(next, int64_t(of.images) * of.heads,
+                      [&](int64_t unit) { differentiate(of, unit / of.heads, unit % of.heads, memory); });
+        });
     });
 }

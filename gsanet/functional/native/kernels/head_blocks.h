@@ -4,9 +4,9 @@
 
 #include "vectors.h"
 
-constexpr int PIECE = 64;    // pixels whose weights are kept in the first cache
-constexpr int TOGETHER = 2;  // vectors of channels that are multiplied together
-constexpr int ROWS = 8;      // channels whose products with these are summed together
+constexpr int PIECE = 64;                    // pixels whose weights are kept in the first cache
+constexpr int TOGETHER = BLOCK < 8 ? 4 : 2;  // vectors of channels that are multiplied together
+constexpr int ROWS = BLOCK;                  // channels whose products with these are summed together
 
 // What a vector is made of.
 template <class T>

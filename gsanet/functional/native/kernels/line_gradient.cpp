@@ -7,6 +7,7 @@
 // output gives its gradient from that of what it made.
 #include "gradient_products.h"
 #include "moments.h"
+#include "threads.h"
 
 namespace {
 
@@ -159,15 +160,14 @@ extern "C" void differentiate_along_lines(const LineGradient* lines) {
     const int groups = count_groups(of.lines, of.heads);
     const int64_t units = int64_t(of.images) * groups, numbers = (2 * int64_t(of.length) - 1) * of.key;
     const int channels = of.heads * of.value;
-#pragma omp parallel num_threads(of.threads)
-    {
+    std::atomic<int64_t> next{0};
+    in_threads(of.threads, [&] {
         Scratch<Vector> vectors(at.count);
         clear(vectors.data + at.d_scores, STRIP * at.row);
         Vector* const d_embeddings = vectors.data + at.d_embeddings;
-#pragma omp for schedule(dynamic)
-        for (int share = 0; share < of.shares; share++) {
+        for_units(next, of.shares, [&](int64_t share) {
             clear(d_embeddings, numbers);
-            double* const d_norm = of.d_norm ? of.d_norm + int64_t(share) * 2 * channels : nullptr;
+            double* const d_norm = of.d_norm ? of.d_norm + share * 2 * channels : nullptr;
             for (int i = 0; d_norm && i < 2 * channels; i++) d_norm[i] = 0;
             for (int64_t unit = units * share / of.shares; unit < units * (share + 1) / of.shares; unit++) {
                 const Group group(static_cast<int>(unit / groups), static_cast<int>(unit % groups), of.lines, of.heads);
@@ -178,6 +178,6 @@ extern "C" void differentiate_along_lines(const LineGradient* lines) {
                 for (int lane = 0; lane < LANES; lane++) sum += d_embeddings[i][lane];
                 of.d_embeddings[share * numbers + i] = sum;
             }
-        }
-    }
+        });
+    });
 }

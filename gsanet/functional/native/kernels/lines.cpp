@@ -1,6 +1,7 @@
 // Positional attention along all lines of a map, or queries times context vectors, or both.
 #include "attention.h"
 #include "moments.h"
+#include "threads.h"
 
 namespace {
 
@@ -64,11 +65,10 @@ extern "C" void attend_along_lines(const Lines* lines) {
     const Vectors at(of);
     const int groups = count_groups(of.lines, of.heads), channels = of.heads * of.value;
     const int64_t units = int64_t(of.images) * groups, shares = of.moments ? of.shares : units;
-#pragma omp parallel num_threads(of.threads)
-    {
+    std::atomic<int64_t> next{0};
+    in_threads(of.threads, [&] {
         Scratch<Vector> vectors(at.count);
-#pragma omp for schedule(dynamic)
-        for (int64_t share = 0; share < shares; share++) {
+        for_units(next, shares, [&](int64_t share) {
             double* const moments = of.moments ? of.moments + share * 3 * channels : nullptr;
             for (int i = 0; moments && i < 3 * channels; i++) moments[i] = 0;
             for (int64_t unit = units * share / shares; unit < units * (share + 1) / shares; unit++) {
@@ -76,6 +76,6 @@ extern "C" void attend_along_lines(const Lines* lines) {
                 attend(of, at, group, vectors.data);
                 if (moments) add_moments(group, vectors.data + at.sums, of.length, of.value, channels, moments);
             }
-        }
-    }
+        });
+    });
 }

@@ -4,13 +4,13 @@
 // Vectors hold one number of LANES pairs of a line and a head, as everywhere here. The projection writes them as such:
 // its weights are packed with the heads of a channel side by side. So a group of lines is projected, attends and is
 // handed over to the groups across without leaving the second cache, and nothing is turned but the output.
-#include <atomic>
 #include <thread>
 #include <vector>
 
 #include "attention.h"
 #include "module_context.h"
 #include "module_projection.h"
+#include "threads.h"
 
 namespace {
 
@@ -123,9 +123,11 @@ void attend_across(const Module& of, const Shared& at, const Own& own, int image
     }
 }
 
-// How far each image is: groups that have attended along the lines, and across them.
+// How many panels of weights are packed, and how far each image is: groups that have attended along the lines, and
+// across them.
 struct Progress {
-    std::atomic<int> next{0};
+    std::atomic<int64_t> next_panel{0}, next{0};
+    std::atomic<int> packed{0};
     std::vector<std::atomic<int>> along, across;
 
     explicit Progress(int images) : along(images), across(images) {}
@@ -139,9 +141,10 @@ inline void wait_for(const std::atomic<int>& done, int count) {
 // and so on. So nobody waits but for what others are at work on already, and few images are in memory at a time.
 void take_groups(const Module& of, const Shared& at, const Own& own, Progress& progress, Vector* all, Vector* mine) {
     const int each = at.groups + at.groups_across;
-    for (int unit; (unit = progress.next++) < of.images * each;) {
-        const bool begins = unit < at.groups;  // the first image has none before it
-        const int step = begins ? 0 : (unit - at.groups) / each + 1, place = begins ? unit : (unit - at.groups) % each;
+    for_units(progress.next, int64_t(of.images) * each, [&](int64_t unit) {
+        const int64_t number = unit - at.groups;  // below zero: the first image has none before it
+        const int step = number < 0 ? 0 : static_cast<int>(number / each + 1);
+        const int place = static_cast<int>(number < 0 ? unit : number % each);
         if (step < of.images && place < at.groups) {
             if (step >= at.ring) wait_for(progress.across[step - at.ring], at.groups_across);
             attend_along(of, at, own, step, place, all, mine);
@@ -156,7 +159,7 @@ void take_groups(const Module& of, const Shared& at, const Own& own, Progress& p
             attend_across(of, at, own, image, step < of.images ? place - at.groups : place, all, mine);
             progress.across[image].fetch_add(1, std::memory_order_release);
         }
-    }
+    });
 }
 
 }  // namespace
@@ -172,13 +175,15 @@ extern "C" void attend_as_module(const Module* module) {
         if (of.finish.present) spread(of, at.lanes, of.finish, set, all + at.finish + set * 2 * of.value);
     }
     Progress progress(of.images);
-#pragma omp parallel num_threads(of.threads)
-    {
+    const int panels = at.lanes.sets * at.panels;
+    in_threads(of.threads, [&] {
         Scratch<Vector> vectors(own.count);
-#pragma omp for
-        for (int unit = 0; unit < at.lanes.sets * at.panels; unit++)
-            pack_panel(of, at, unit / at.panels, unit % at.panels,
-                       all + at.weights + int64_t(unit) * of.channels * WIDE);
+        for_units(progress.next_panel, panels, [&](int64_t unit) {
+            pack_panel(of, at, static_cast<int>(unit / at.panels), static_cast<int>(unit % at.panels),
+                       all + at.weights + unit * of.channels * WIDE);
+            progress.packed.fetch_add(1, std::memory_order_release);
+        });
+        wait_for(progress.packed, panels);
         take_groups(of, at, own, progress, all, vectors.data);
-    }
+    });
 }

@@ -3,12 +3,16 @@
 
 #include "vectors.h"
 
-constexpr int WIDE = 2;               // vectors of outputs whose sums are made together
 constexpr int BLOCKS = LANES / BLOCK;  // of a vector
 #if defined(__AVX512F__)
 constexpr int TALL = 14;  // pixels whose sums are made together
+constexpr int WIDE = 2;   // vectors of outputs of each
+#elif defined(__AVX__) || defined(__x86_64__)
+constexpr int TALL = 6;
+constexpr int WIDE = 2;
 #else
 constexpr int TALL = 6;
+constexpr int WIDE = 4;
 #endif
 
 inline int divide_up(int a, int b) { return (a + b - 1) / b; }

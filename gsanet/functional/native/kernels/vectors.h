@@ -3,15 +3,22 @@
 
 #include <cstdint>
 
+// Vectors are never longer than registers: GCC takes those that are apart, and keeps the pieces in memory.
 #if defined(__AVX512F__)
 constexpr int LANES = 16;  // numbers in a vector
 constexpr int TILE = 8;    // two rows of so many sums, and what they are made of, fit into the registers
-#else
+#elif defined(__AVX__)
 constexpr int LANES = 8;
 constexpr int TILE = 4;
+#elif defined(__x86_64__)
+constexpr int LANES = 4;
+constexpr int TILE = 4;
+#else  // ARM and others with 32 registers of 128 bits
+constexpr int LANES = 4;
+constexpr int TILE = 8;
 #endif
-constexpr int BLOCK = 8;       // channels that lie side by side in memory and are moved together
-constexpr int CACHE_LINE = 16;  // numbers
+constexpr int BLOCK = LANES < 8 ? LANES : 8;  // channels that lie side by side in memory and are moved together
+constexpr int CACHE_LINE = 16;                // numbers
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Block __attribute__((vector_size(4 * BLOCK)));
@@ -45,8 +52,9 @@ inline Block load_block(const float* from) {
 inline void store_block(float* to, Block block) { __builtin_memcpy(to, &block, sizeof block); }
 
 // Rows become columns.
-inline void transpose(Block (&rows)[BLOCK]) {
-    Block pairs[BLOCK], quads[BLOCK];
+#if defined(__AVX__)
+inline void transpose(Block (&rows)[8]) {
+    Block pairs[8], quads[8];
     UNROLLED for (int i = 0; i < 8; i += 2) {
         pairs[i] = SHUFFLE(rows[i], rows[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
         pairs[i + 1] = SHUFFLE(rows[i], rows[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
@@ -60,6 +68,19 @@ inline void transpose(Block (&rows)[BLOCK]) {
         rows[i + 4] = SHUFFLE(quads[i], quads[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
     }
 }
+#else
+inline void transpose(Block (&rows)[4]) {
+    Block pairs[4];
+    UNROLLED for (int i = 0; i < 4; i += 2) {
+        pairs[i] = SHUFFLE(rows[i], rows[i + 1], 0, 4, 2, 6);
+        pairs[i + 1] = SHUFFLE(rows[i], rows[i + 1], 1, 5, 3, 7);
+    }
+    UNROLLED for (int i = 0; i < 2; i++) {
+        rows[i] = SHUFFLE(pairs[i], pairs[i + 2], 0, 1, 4, 5);
+        rows[i + 2] = SHUFFLE(pairs[i], pairs[i + 2], 2, 3, 6, 7);
+    }
+}
+#endif
 
 // The lanes from `first` on, as what ?: takes. (Lanes are not written one by one from a number that the compiler does not know:
 // GCC 12 takes their addresses for those of whole vectors, and stores them as such.)
