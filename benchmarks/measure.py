@@ -148,6 +148,8 @@ def compiled(model: nn.Module, setting: Setting, mode: str | None = None) -> Any
 def compiled_modes(model: nn.Module, setting: Setting) -> dict[str, Any]:
     """The network in each way of compiling it that the setting asks for."""
     modes = {"compiled" if setting.compiled else "eager": compiled(model, setting)}
+    if setting.compiled and not setting.cuda:  # where compiling does not always pay
+        modes["eager"] = model
     if setting.autotune and setting.compiled:
         modes["autotuned"] = compiled(model, setting, "max-autotune-no-cudagraphs")
     return modes

@@ -23,7 +23,7 @@ class Setting:
         dtype: Other than float32 is autocast in training, and the dtype of the weights in inference.
         batch: Images in a batch; latency is of one image, and 64x64 images come in batches twice as large.
         seconds: How long each side of a row is timed.
-        compiled: Networks and modules go through `torch.compile`. Otherwise they run as they are.
+        compiled: Networks and modules go through `torch.compile`; on a CPU networks are tried as they are, too.
         autotune: Also try `torch.compile` in its mode `max-autotune-no-cudagraphs`, on all sides.
         graphs: Also try whole steps as CUDA graphs, on all sides.
         img_size: Height and width of the images.

@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
     parser.add_argument("--batch", type=int, help="default: 256 on a GPU, else 2")
+    parser.add_argument("--compile", action="store_true", help="also compiled on a CPU, on all sides")
     parser.add_argument("--autotune", action="store_true", help="also try max-autotune, on all sides")
     parser.add_argument("--graphs", action="store_true", help="also try whole steps as CUDA graphs, on all sides")
     parser.add_argument("--processes", type=int, default=0, metavar="N", help="compile first, in so many processes")
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dtype=dtype,
         batch=batch,
         seconds=0.3 if chosen.quick else 1.0,
-        compiled=gpu,
+        compiled=gpu or chosen.compile,
         autotune=chosen.autotune,
         graphs=chosen.graphs,
         judged=GOALS["device"] in facts["device"] and batch == GOALS["batch"] and dtype != torch.float32,

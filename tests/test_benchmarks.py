@@ -169,6 +169,13 @@ def test_the_fastest_mode_of_each_side_counts(monkeypatch):
     assert part.errors == {"b, broken": "no such kernel"}
 
 
+def test_a_cpu_tries_networks_as_they_are_too():
+    model = nn.Identity()
+    for setting, modes in ((Setting(), ["eager"]), (Setting(compiled=True), ["compiled", "eager"])):
+        assert list(measuring.compiled_modes(model, setting)) == modes
+    assert list(measuring.compiled_modes(model, Setting(device="cuda", compiled=True))) == ["compiled"]
+
+
 def test_a_side_that_fails_is_reported_and_the_other_is_measured():
     def broken():
         raise torch.OutOfMemoryError("no room")

@@ -109,11 +109,10 @@ def explain_backend(operation: Operation, *arguments: Any, **settings: Any) -> s
 
 
 def _explain_whole(*arguments: Any, **settings: Any) -> str:
-    if (whole := select_whole(*arguments, **settings)) is not None:
-        return f"{next(name for name, backend in BACKENDS.items() if backend.attention_map is whole)}: in one call"
-    names = [_preferred] if _preferred else [name for name, backend in BACKENDS.items() if backend.attention_map]
-    reasons = [
-        f"{name} refuses: {BACKENDS[name].refuses('global_self_attention_map', *arguments, **settings)}"
-        for name in names
-    ]
+    reasons: list[str] = []
+    for name in [_preferred] if _preferred else [name for name, backend in BACKENDS.items() if backend.attention_map]:
+        reason = BACKENDS[name].refuses("global_self_attention_map", *arguments, **settings)
+        if reason is None:
+            return "; ".join([f"{name}: in one call", *reasons])
+        reasons.append(f"{name} refuses: {reason}")
     return f"layer by layer: {'; '.join(reasons)}"

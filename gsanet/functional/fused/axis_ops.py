@@ -16,6 +16,7 @@ from torch.library import CustomOpDef
 from gsanet.functional.attention import to_feature_map
 from gsanet.functional.backends import Axis
 from gsanet.functional.fused import calls
+from gsanet.functional.fused.gradients import differentiate_first
 from gsanet.functional.fused.prepared import prepared_operator
 from gsanet.functional.fused.projection import (
     empty_results,
@@ -136,7 +137,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     x, weight, rel, finish, *ctx.settings = inputs
     ctx.save_for_backward(x, weight, rel, *output[1:])
     ctx.finished = finish is not None
-    ctx.mark_non_differentiable(*output[1:])
+    differentiate_first(ctx, output)
 
 
 def _gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

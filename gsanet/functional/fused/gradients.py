@@ -1,4 +1,4 @@
-"""What operators with a kernel for their gradient share: what they keep, and how that is differentiated again."""
+"""What operators with a kernel for their gradient share: what they keep, and what is differentiated, once and again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +10,12 @@ from torch import Tensor
 def save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
     """For an operator of tensors alone, and for its gradient."""
     ctx.save_for_backward(*inputs)
+
+
+def differentiate_first(ctx: Any, outputs: tuple[Any, ...]) -> None:
+    """Of an operator's outputs only the first has a gradient, and no zeros are made in the place of the others'."""
+    ctx.mark_non_differentiable(*outputs[1:])
+    ctx.set_materialize_grads(False)
 
 
 def second_gradient(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gsanet.functional.backends import Axis
 from gsanet.functional.fused import calls
+from gsanet.functional.fused.gradients import differentiate_first
 
 
 @torch.library.custom_op("gsanet::positional_attention", mutates_args=())
@@ -106,7 +107,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tens
 
 def _save_content(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
+    differentiate_first(ctx, output)
 
 
 def _content_gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor, ...]:

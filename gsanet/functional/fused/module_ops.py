@@ -15,6 +15,7 @@ from torch import Tensor
 from gsanet.functional.attention import to_feature_map
 from gsanet.functional.fused import calls
 from gsanet.functional.fused.beside import start_beside
+from gsanet.functional.fused.gradients import differentiate_first
 from gsanet.functional.fused.prepared import prepared_operator
 from gsanet.functional.fused.projection import (
     empty_results,
@@ -226,7 +227,7 @@ def _save_map(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     ctx.settings = settings[:-1]
     ctx.fixed = applied is not None
     ctx.has_norm = norm_weight is not None, norm_bias is not None
-    ctx.mark_non_differentiable(*output[1:])
+    differentiate_first(ctx, output)
 
 
 def _map_gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gsanet.functional.fused import calls
+from gsanet.functional.fused.gradients import differentiate_first
 from gsanet.functional.inference_only import refuse_gradients
 
 
@@ -136,7 +137,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     x, _, weight, bias, _ = inputs
     ctx.save_for_backward(x, *output[1:])
     ctx.has_norm = weight is not None, bias is not None
-    ctx.mark_non_differentiable(*output[1:])
+    differentiate_first(ctx, output)
 
 
 def _gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

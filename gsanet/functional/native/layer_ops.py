@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gsanet.functional import lean
 from gsanet.functional.backends import Axis
+from gsanet.functional.fused.gradients import differentiate_first
 from gsanet.functional.native import calls
 
 
@@ -87,7 +88,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tens
 
 def _save_content(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
+    differentiate_first(ctx, output)
 
 
 def _content_gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gsanet.functional import lean
 from gsanet.functional.attention import split_heads, to_feature_map
+from gsanet.functional.fused.gradients import differentiate_first
 from gsanet.functional.fused.norms import applied_with
 from gsanet.functional.native import calls, module
 from gsanet.functional.native.layer_ops import gradient_by_torch
@@ -19,15 +20,33 @@ from gsanet.functional.native.layer_ops import gradient_by_torch
 Maps = tuple[Tensor, Tensor | None, Tensor]  # of queries, keys and values
 
 
-def _maps(projected: Tensor, x: Tensor, heads: int, dim_key: int, content: bool) -> Maps:
+def _split(projected: Tensor, x: Tensor, heads: int, dim_key: int, content: bool) -> Maps:
     """Views of (pixels, q | k | v) as maps (batch, x, y, head, channel) of the size of the map x."""
     batch, _, height, width = x.shape
     return split_heads(projected.view(batch, height, width, -1), heads, dim_key, content)
 
 
-def _pixels(x: Tensor) -> Tensor:
-    """A map as (pixels, channels): a view, if it is channels-last."""
-    return x.permute(0, 2, 3, 1).flatten(0, 2)
+def _project(x: Tensor, weight: Tensor) -> Tensor:
+    """The projection of a map (batch, channels, x, y), as (batch, x, y, q | k | v) in this order of memory."""
+    if not torch.backends.mkldnn.is_available():
+        return F.linear(x.permute(0, 2, 3, 1), weight)
+    # oneDNN, which does convolutions, is twice as fast as MKL, which does products, where the CPU is AMD's.
+    x = x.contiguous(memory_format=torch.channels_last)
+    return F.conv2d(x, weight[:, :, None, None]).permute(0, 2, 3, 1).contiguous()
+
+
+def _project_gradient(d_projected: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the map, channels-last, and of the weight; that of the projection is (pixels, q | k | v)."""
+    pixels = x.permute(0, 2, 3, 1)
+    if not torch.backends.mkldnn.is_available():
+        d_x = (d_projected @ weight).view(pixels.shape).permute(0, 3, 1, 2)
+        return d_x, d_projected.t() @ pixels.flatten(0, 2)
+    x = x.contiguous(memory_format=torch.channels_last)
+    d_x, d_weight, _ = torch.ops.aten.convolution_backward(
+        d_projected.view(*pixels.shape[:3], -1).permute(0, 3, 1, 2), x, weight[:, :, None, None], None,
+        [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False],
+    )  # fmt: skip
+    return d_x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), d_weight.flatten(1).contiguous()
 
 
 @torch.library.custom_op("gsanet::native_attention_map", mutates_args=(), device_types="cpu")
@@ -61,11 +80,11 @@ def attention_map(
         epsilon: Of the batch norm.
 
     Returns:
-        The output, q, k and v as (pixels, channels), the output of the column layer, `applied`, and the two tensors of
-        the context vectors.
+        The output; q, k and v as (pixels, q | k | v), as torch.compile takes four dimensions for a map that it wants
+        channels-last; the output of the column layer; `applied`; and the two tensors of the context vectors.
     """
-    projected = F.linear(_pixels(x), weight)
-    q, k, v = _maps(projected, x, heads, dim_key, content)
+    projected = _project(x, weight).flatten(0, 2)
+    q, k, v = _split(projected, x, heads, dim_key, content)
     column, out = v.new_empty(v.shape), v.new_empty(v.shape)
     moments = calls.empty_moments(v, "column") if applied is None else None
     calls.attend(q, v, rel_column.contiguous(), "column", column, moments=moments)
@@ -85,7 +104,7 @@ def _(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
     heads, dim_key, content, _ = others[-4:]
     batch, _, height, width = x.shape
     projected = x.new_empty(batch * height * width, weight.shape[0])
-    q, _, v = _maps(projected, x, heads, dim_key, content)
+    q, _, v = _split(projected, x, heads, dim_key, content)
     column = v.new_empty(v.shape)
     vectors = calls.empty_context(q, v) if content else calls.empty_context(q[:0], v[:0])
     return (
@@ -118,9 +137,9 @@ def attention_map_gradient(
 
     `fixed`: the batch norm's statistics were given.
     """
-    q, k, v = _maps(projected, x, heads, dim_key, content)
+    q, k, v = _split(projected, x, heads, dim_key, content)
     d_projected = torch.empty_like(projected)
-    d_q, d_k, d_v = _maps(d_projected, x, heads, dim_key, content)
+    d_q, d_k, d_v = _split(d_projected, x, heads, dim_key, content)
     d_out = calls.rows_in_order(d_out.permute(0, 2, 3, 1).unflatten(-1, (heads, -1)))
     d_normalised = torch.empty_like(column)
     row = calls.attend_gradient(q, column, rel_row.contiguous(), "row", d_out, d_q, d_normalised, norm=applied)
@@ -130,9 +149,7 @@ def attention_map_gradient(
     )
     if k is not None and d_k is not None:
         calls.content_gradient(q, k, v, d_out, calls.ContextVectors(context, softmax), d_q, d_k, d_v, add=True)
-    batch, channels, height, width = x.shape
-    d_x = torch.mm(d_projected, weight).view(batch, height, width, channels).permute(0, 3, 1, 2)
-    return d_x, torch.mm(d_projected.t(), _pixels(x)), columns.d_rel, row.d_rel, row.sums.flip(0)
+    return *_project_gradient(d_projected, x, weight), columns.d_rel, row.d_rel, row.sums.flip(0)
 
 
 @attention_map_gradient.register_fake
@@ -159,7 +176,7 @@ def _save_map(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     x, weight, rel_column, rel_row, norm_weight, norm_bias, applied, *ctx.settings = inputs
     ctx.save_for_backward(x, weight, rel_column, rel_row, norm_weight, norm_bias, *output[1:])
     ctx.fixed = applied is not None
-    ctx.mark_non_differentiable(*output[1:])
+    differentiate_first(ctx, output)
 
 
 def _map_gradient(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

@@ -1298,7 +1298,7 @@ def test_on_the_cpu_another_backend_takes_over():
     reason = "fused refuses: it runs on NVIDIA GPUs, not on cpu"
     assert explain_positional(1, 4, 4, 2, 8).startswith(f"torch: {reason}; native refuses: ")
     assert explain_content(1, 4, 4, 2, 8).startswith(f"torch: {reason}; native refuses: ")
-    assert explain_map(64, (8, 6)).startswith(f"layer by layer: {reason}")
+    assert reason in explain_map(64, (8, 6))
 
 
 def test_the_kernels_are_the_first_choice(as_on_gpu):
@@ -1361,8 +1361,8 @@ def test_why_the_kernels_refuse(as_on_gpu, explain, words):
     for preferred in (None, "fused"):
         with use_backend(preferred) if preferred else contextlib.nullcontext():
             explained = explain()
-        another = "torch", "native", "layer by layer"  # what is on a CPU here, native may take
-        assert explained.startswith(tuple(f"{backend}: fused refuses: " for backend in another))
+        assert explained.startswith(("torch: ", "native: ", "layer by layer: "))  # what is on a CPU, native may take
+        assert "fused refuses: " in explained
         assert words in explained
         assert "\n" not in explained
 

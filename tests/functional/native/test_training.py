@@ -163,6 +163,12 @@ def test_a_mean_far_from_zero():
     assert relative_error(found["norm.running_var"], expected["norm.running_var"]) < 1e-5
 
 
+def test_projections_without_onednn(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    for change in (lambda x: x, lambda x: x.to(memory_format=torch.channels_last)):
+        assert_close_to_double(make_module(9, 7), change(torch.randn(3, 64, 9, 7)))
+
+
 def test_two_runs_and_any_number_of_threads_give_the_same_bits():
     module, x = make_module(9, 7), torch.randn(5, 64, 9, 7)
     first = trained(module, x)
@@ -278,6 +284,21 @@ def test_compiled(settings):
                 assert relative_error(compiled(some), module(some)) < 1e-6
     for one, other in zip(module.buffers(), compiled.buffers(), strict=True):
         assert relative_error(other, one) < 1e-6
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_a_step_of_a_compiled_network():
+    """By torch.compile's own compiler, which has a mind of its own about what lies where in memory."""
+    model = gsanet.create_model("gsa_resnet26_tiny", num_classes=5, img_size=32, depths=(1, 1), widths=(64, 128))
+    compiled, images = copy.deepcopy(model), torch.randn(2, 3, 32, 32)
+    found, expected = (
+        torch.autograd.grad(run(images).square().sum(), list(one.parameters()))
+        for one, run in ((compiled, torch.compile(compiled, fullgraph=True)), (model, model))
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) < 1e-3 or other.norm() < 1e-4
+    for one, other in zip(compiled.buffers(), model.buffers(), strict=True):
+        assert relative_error(one, other) < 1e-5
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
