@@ -7,12 +7,12 @@ map is this layout already. Each function checks its arguments, follows autocast
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gsanet.functional import checks
 from gsanet.functional.backends import Axis, Norm, select_backend, select_whole
 from gsanet.functional.pooling import average_pool
+from gsanet.functional.projection import project
 from gsanet.functional.transforms import call_with_norms
 
 
@@ -175,7 +175,7 @@ def global_self_attention_map(
     checks.check_same_kind(x=maps[0], weight=maps[1])
     if isinstance(norm, Tensor):
         norm = partial(scale_and_shift, values=norm)
-    projected = F.linear(x.permute(0, 2, 3, 1), weight)
+    projected = project(x, weight)
     out = attend_projected(
         projected,
         rel_column,

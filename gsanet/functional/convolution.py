@@ -94,7 +94,11 @@ def _is_on_gpu(x: Tensor) -> bool:
 def _in_steps(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *settings: Sequence[int]) -> Tensor:
     stride, padding, dilation = map(tuple, settings)
     out = F.conv2d(x, weight, bias, stride, padding, dilation)
-    return (out if residual is None else out + residual).relu_()
+    if residual is None:
+        return out.relu_()
+    if out.shape == residual.shape and out.dtype == residual.dtype and not is_transformed():
+        return out.add_(residual).relu_()  # in no memory of its own, which counts on a CPU
+    return (out + residual).relu_()
 
 
 def _shape(

@@ -16,6 +16,7 @@ from gsanet.functional.fused.gradients import differentiate_first
 from gsanet.functional.fused.norms import applied_with
 from gsanet.functional.native import calls, module
 from gsanet.functional.native.layer_ops import gradient_by_torch
+from gsanet.functional.projection import is_for_convolution, project
 
 Maps = tuple[Tensor, Tensor | None, Tensor]  # of queries, keys and values
 
@@ -26,19 +27,10 @@ def _split(projected: Tensor, x: Tensor, heads: int, dim_key: int, content: bool
     return split_heads(projected.view(batch, height, width, -1), heads, dim_key, content)
 
 
-def _project(x: Tensor, weight: Tensor) -> Tensor:
-    """The projection of a map (batch, channels, x, y), as (batch, x, y, q | k | v) in this order of memory."""
-    if not torch.backends.mkldnn.is_available():
-        return F.linear(x.permute(0, 2, 3, 1), weight)
-    # oneDNN, which does convolutions, is twice as fast as MKL, which does products, where the CPU is AMD's.
-    x = x.contiguous(memory_format=torch.channels_last)
-    return F.conv2d(x, weight[:, :, None, None]).permute(0, 2, 3, 1).contiguous()
-
-
 def _project_gradient(d_projected: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of the map, channels-last, and of the weight; that of the projection is (pixels, q | k | v)."""
     pixels = x.permute(0, 2, 3, 1)
-    if not torch.backends.mkldnn.is_available():
+    if not is_for_convolution(x):
         d_x = (d_projected @ weight).view(pixels.shape).permute(0, 3, 1, 2)
         return d_x, d_projected.t() @ pixels.flatten(0, 2)
     x = x.contiguous(memory_format=torch.channels_last)
@@ -83,7 +75,7 @@ def attention_map(
         The output; q, k and v as (pixels, q | k | v), as torch.compile takes four dimensions for a map that it wants
         channels-last; the output of the column layer; `applied`; and the two tensors of the context vectors.
     """
-    projected = _project(x, weight).flatten(0, 2)
+    projected = project(x, weight).flatten(0, 2)
     q, k, v = _split(projected, x, heads, dim_key, content)
     column, out = v.new_empty(v.shape), v.new_empty(v.shape)
     moments = calls.empty_moments(v, "column") if applied is None else None
@@ -206,7 +198,7 @@ def _map_by_torch(
     epsilon: float,
 ) -> Tensor:
     """What the operator computes, in PyTorch's operators."""
-    q, k, v = split_heads(F.linear(x.permute(0, 2, 3, 1), weight), heads, dim_key, content)
+    q, k, v = split_heads(project(x, weight), heads, dim_key, content)
     column = to_feature_map(lean.positional_attention(q, v, rel_column, "column", None))
     mean, variance = (applied[2], applied[4]) if fixed else (None, None)
     column = F.batch_norm(column, mean, variance, norm_weight, norm_bias, training=not fixed, eps=epsilon)

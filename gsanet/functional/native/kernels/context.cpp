@@ -10,7 +10,7 @@ namespace {
 struct Context {
     const float *keys, *values;  // (image, pixel, head, channel)
     float* out;                  // (image, head, key, value)
-    float* softmax;  // (2, image, head, key): the largest keys, and 1 / sums of weights; or null
+    float* softmax;              // (2, image, head, key): the largest keys, and 1 / sums of weights
     int64_t keys_image, keys_pixel, values_image, values_pixel;  // distances, in numbers
     int images, pixels, heads, key, value, threads;
 };
@@ -28,7 +28,7 @@ struct Memory {
           sums(int64_t(of.key) * vectors_of<T>(of.value)) {}
 };
 
-// Of one head; softmax: where its largest keys go, and one distance on the others, or null.
+// Of one head; softmax: where its largest keys go, and one distance on 1 / sums of weights.
 template <class T>
 void attend(const Context& of, const float* keys, const float* values, float* out, float* softmax, int64_t distance,
             const Memory<T>& memory) {
@@ -66,7 +66,7 @@ void attend(const Context& of, const float* keys, const float* values, float* ou
     const float *const total = floats(totals), *const sum = floats(memory.sums.data);
     for (int i = 0; i < of.key; i++)
         for (int c = 0; c < of.value; c++) out[i * of.value + c] = sum[i * values_row * N + c] / total[i];
-    for (int i = 0; softmax && i < of.key; i++) {
+    for (int i = 0; i < of.key; i++) {
         softmax[i] = floats(maxima)[i];
         softmax[distance + i] = 1 / total[i];
     }
@@ -85,7 +85,7 @@ extern "C" void context_vectors(const Context* context) {
                 const int64_t image = unit / of.heads, head = unit % of.heads;
                 attend(of, of.keys + image * of.keys_image + head * of.key,
                        of.values + image * of.values_image + head * of.value, of.out + unit * of.key * of.value,
-                       of.softmax ? of.softmax + unit * of.key : nullptr, numbers, memory);
+                       of.softmax + unit * of.key, numbers, memory);
             });
         });
     });

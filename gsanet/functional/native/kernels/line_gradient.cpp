@@ -95,7 +95,7 @@ void gather_channels(const LineGradient& of, const Group& group, const float* fr
     gather(Starts(group, from, of.value), int64_t(of.heads) * of.value, 4, of.value, to);
 }
 
-// What the norm before makes of the values, which others keep as they are without scale and shift.
+// The values behind their norm; others keep them without its scale and shift.
 void normalise(const LineGradient& of, const Vectors& at, const Group& group, Vector* vectors) {
     Vector *const values = vectors + at.values, *const others = vectors + at.others;
     const Vector *const scale = vectors + at.channels, *const shift = scale + of.value;
@@ -109,7 +109,7 @@ void normalise(const LineGradient& of, const Vectors& at, const Group& group, Ve
         }
 }
 
-// The gradient of the output from that of what the norm behind made of it.
+// The gradient of the output from that of what a norm made of it.
 void differentiate_norm(const LineGradient& of, const Vectors& at, const Group& group, Vector* vectors) {
     Vector *const gradient = vectors + at.gradient, *const outputs = vectors + at.others;
     const Vector *const a = vectors + at.channels, *const b = a + of.value, *const c = b + of.value;
