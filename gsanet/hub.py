@@ -96,6 +96,8 @@ def from_pretrained(source: str | Path, **kwargs: Any) -> nn.Module:
         return create_model(f"local-dir:{folder}", pretrained=True, **kwargs)
     if folder.is_dir():
         raise FileNotFoundError(f"{folder} holds no network: it has no {CONFIG}")
+    if "/" not in str(source):  # the Hub would be asked for several times, where it is out of reach
+        raise FileNotFoundError(f"there is no folder {source}, and it is no USER/NAME of the Hub either")
     try:
         return create_model(f"hf-hub:{source}", pretrained=True, **kwargs)
     except HFValidationError:

@@ -33,8 +33,12 @@ class Picture:
 
 
 def find_images(sources: Sequence[str | Path]) -> list[str]:
-    """The images that a user means: files and addresses as they are, folders with all that is below them, sorted."""
+    """The images that a user means: files and addresses as they are, folders with all that is below them, sorted.
+
+    A folder without images is named as what cannot be read, if there is anything else.
+    """
     found: list[str] = []
+    empty: list[str] = []
     for source in map(str, sources):
         if _is_url(source) or not Path(source).is_dir():
             found.append(source)
@@ -42,10 +46,12 @@ def find_images(sources: Sequence[str | Path]) -> list[str]:
         below = (file for file in Path(source).rglob("*") if is_image(str(file.relative_to(source))))
         files = (file for file in below if file.is_file())
         inside = sorted(map(str, files))
-        if not inside:
-            raise ValueError(f"there are no images in {source}: looked for files ending in {', '.join(EXTENSIONS)}")
         found += inside
-    return found
+        empty += [] if inside else [source]
+    if empty and not found:
+        folders = ", ".join(empty)
+        raise ValueError(f"there are no images in {folders}: looked for files ending in {', '.join(EXTENSIONS)}")
+    return found + empty
 
 
 def is_image(name: str) -> bool:
@@ -77,7 +83,7 @@ def read_image(source: str | Path, name: str = "") -> Picture:
     name = name or address
     content = _download(address) if _is_url(address) else None
     if content is None and Path(address).is_dir():
-        raise UnreadableImageError(f"{name} is a folder")
+        raise UnreadableImageError(f"{name} is a folder, with no images in it")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the size is checked below

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from gsanet.devices import default_device
 from gsanet.images import UnreadableImageError, read_image
 from gsanet.layers.relative import TABLES
-from gsanet.models.described import read_description, shipped_weights
+from gsanet.models.described import read_description, shipped_file
+from gsanet.models.registry import check_name
 from gsanet.train.data import DataSettings
 from gsanet.train.data.augment import evaluation_views, render
 from gsanet.train.evaluate_weights import weights_recipe
@@ -258,7 +259,7 @@ def _load_run(run: Path, overrides: Mapping[str, Any] | None) -> TrainedNetwork:
 
 def _shipped(model: str) -> Path:
     """The weights that come with this package."""
-    try:
-        return shipped_weights(model or DEFAULT)
-    except ValueError as error:
-        raise ValueError(f"{error if model else 'no weights come with this package'}; {HOW_TO_GET_ONE}") from None
+    check_name(model or DEFAULT)
+    if (file := shipped_file(model or DEFAULT)) is None:
+        raise ValueError(f"no weights{f' of {model}' if model else ''} come with this package: {HOW_TO_GET_ONE}")
+    return file

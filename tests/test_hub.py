@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+from unittest import mock
 
 import huggingface_hub
 import numpy as np
@@ -114,6 +115,10 @@ def test_refusals(tmp_path):
         gsanet.from_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match="is no USER/NAME of the Hub either"):
         gsanet.from_pretrained(tmp_path / "nothing")
+    with mock.patch("huggingface_hub.hf_hub_download", side_effect=AssertionError("the Hub was asked")):
+        for source in ("nothing", "nothing@main"):
+            with pytest.raises(FileNotFoundError, match="is no USER/NAME of the Hub either"):
+                gsanet.from_pretrained(source)
     for repo in ("name", "user/", "a/b/c", "user/na me"):
         with pytest.raises(ValueError, match="a repository is named USER/NAME"):
             check_repository(repo)

@@ -112,6 +112,7 @@ def test_folders_are_searched(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="there are no images in"):
         find_images([tmp_path / "empty"])
+    assert find_images([tmp_path / "empty", "other.dat"]) == ["other.dat", str(tmp_path / "empty")]
 
 
 @pytest.fixture

@@ -217,6 +217,7 @@ def test_mistakes_are_one_line(gsanet, digits_run, run, digit, tmp_path, monkeyp
         (["--run", "nowhere"], "there is no run directory nowhere"),
         (["--run", run, "--model", "gsa_resnet50"], "not both"),
         (["--model", "gsa_resnet50"], "no weights of gsa_resnet50 come with this package"),
+        (["--model", "gsa_resnet35tiny"], "unknown model 'gsa_resnet35tiny': did you mean 'gsa_resnet35_tiny'?"),
         (["--model", "gsa_resnet50"], "`gsanet demo`, then --run runs/quickstart/gsa_resnet26_tiny"),
         (["--weights", "nowhere"], "there is no file of weights nowhere"),
         (["--weights", digit], "is not a safetensors file"),

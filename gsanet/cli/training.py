@@ -66,6 +66,7 @@ def evaluate(
     from accelerate import PartialState
 
     from gsanet.models.described import shipped_weights
+    from gsanet.models.registry import check_name
     from gsanet.train.checkpoint import explained, replace_file
     from gsanet.train.evaluate import overflow_words
     from gsanet.train.evaluate_weights import evaluate_weights, weights_recipe
@@ -78,7 +79,9 @@ def evaluate(
         chosen, source, file = read_run(run, overrides), run / checkpoint, run / f"eval-{checkpoint}.json"
     elif run is None and (weights is not None or model or recipe):
         if weights is None:
-            source = shipped_weights(model or load_recipe(recipe).model)
+            name = model or load_recipe(recipe).model
+            check_name(name)
+            source = shipped_weights(name)
         else:
             source, file = weights, weights.with_suffix(".eval.json")
         chosen = load_recipe(recipe, overrides) if recipe else weights_recipe(source, model, overrides)

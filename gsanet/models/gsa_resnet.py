@@ -89,6 +89,10 @@ class ResNetSettings:
             raise ValueError(f"width must be a positive factor, got {self.width}")
         if self.stem not in get_args(Stem):
             raise ValueError(f"stem must be one of {', '.join(map(repr, get_args(Stem)))}, got {self.stem!r}")
+        if self.expansion < 1:
+            raise ValueError(f"expansion must be 1 or more, got {self.expansion}")
+        if isinstance(self.groups, int):
+            raise ValueError(f"groups must be several numbers, such as (2, 3, 4), got {self.groups}")
         if not set(self.attention_groups) <= set(range(1, len(self.depths) + 1)):
             raise ValueError(f"groups must be among 1 to {len(self.depths)}, got {self.groups}")
 

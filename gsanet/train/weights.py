@@ -8,6 +8,7 @@ import safetensors.torch
 from torch import Tensor, nn
 
 from gsanet.layers.relative import TABLES
+from gsanet.models.described import count_classes
 from gsanet.models.fit import check_fit, fit_state_dict, layer_names
 from gsanet.train import checkpoint
 
@@ -60,5 +61,11 @@ def load_weights(model: nn.Module, path: str | Path) -> str:
 def load_exactly(model: nn.Module, path: str | Path) -> None:
     """Load weights that fit the model as it is."""
     weights = read_weights(path)
+    settings: Any = model.pretrained_cfg
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    there = count_classes(shapes, settings["classifier"])
+    here = count_classes({name: tensor.shape for name, tensor in model.state_dict().items()}, settings["classifier"])
+    if None not in (there, here) and there != here:
+        raise ValueError(f"the weights of {path} tell {there} classes apart, not {here}: are these the right images?")
     check_fit(weights, model.state_dict(), path, allowed=set())
     model.load_state_dict(weights)

@@ -503,6 +503,8 @@ def test_one_step_learns():
         (lambda: gsanet.create_model("gsa_resnet50", depths=()), r"depths must be 2 to 4 numbers of blocks, got \(\)"),
         (lambda: gsanet.create_model("conv_resnet50", depths=(3,)), r"depths must be 2 to 4 .* got \(3,\)"),
         (lambda: gsanet.create_model("san19_pairwise", depths=(3,)), r"depths must be 2 to 5 .* got \(3,\)"),
+        (lambda: gsanet.create_model("gsa_resnet50", groups=2), r"several numbers, such as \(2, 3, 4\), got 2"),
+        (lambda: gsanet.create_model("gsa_resnet50", expansion=0), "expansion must be 1 or more, got 0"),
         (lambda: gsanet.create_model("gsa_resnet50", width=0), "width must be a positive factor, got 0"),
         (lambda: ResNetSettings(widths=(60, 64), depths=(1, 1)), r"multiples of 8, got \(60, 64\)"),
         (lambda: gsanet.create_model("gsa_resnet50", num_heads=3), "divisible by the number of heads, got 64 for 3"),

@@ -4,7 +4,7 @@ from safetensors.torch import load_file, save_file
 
 import gsanet
 from gsanet.train.engine import make_model, train
-from gsanet.train.weights import load_weights, read_weights
+from gsanet.train.weights import load_exactly, load_weights, read_weights
 
 OPTIONS = {"depths": (1, 1), "width": 0.125, "stem": "3x3/1"}
 
@@ -102,3 +102,9 @@ def test_a_resumed_run_does_not_need_the_weights_it_began_with(tiny_recipe, tmp_
     train(recipe, tmp_path / "second")
     file.unlink()
     assert train(recipe, tmp_path / "second", resume=True).progress.step == 2
+
+
+def test_weights_for_other_classes_are_told_apart_from_another_network(stored):
+    _, file = stored
+    with pytest.raises(ValueError, match=r"tell \d+ classes apart, not 3: are these the right images\?"):
+        load_exactly(network(num_classes=3), file)

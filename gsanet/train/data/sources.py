@@ -204,6 +204,9 @@ def open_timm(name: str, path: str, train: bool) -> Splits:
     """`NAME` or `NAME:FOLDER` of timm's `create_dataset`."""
     from timm.data import create_dataset
 
+    if not path and "/" not in name:  # as in hfds/NAME: what comes from elsewhere
+        raise ValueError(f"timm needs the folder of {name!r}: timm:{name}:FOLDER")
+
     def split(which: str) -> TimmSource:
         try:
             dataset = create_dataset(name, root=path or None, split=which)

@@ -271,6 +271,8 @@ def test_damaged_files_behind_timm_are_named(folder):
 def test_what_timm_cannot_open_or_index_is_refused(shards):
     with pytest.raises(ValueError, match="timm cannot open the validation split of 'folder': Found 0 images"):
         open_small(f"timm:folder:{shards}")
+    with pytest.raises(ValueError, match="timm needs the folder of 'folder': timm:folder:FOLDER"):
+        open_small("timm:folder")
     split = {"name": "part", "filenames": ["shard-00.tar"], "shard_lengths": [6], "num_samples": 6}
     (shards / "val" / "_info.json").write_text(json.dumps({"splits": {"train": split, "validation": split}}))
     with pytest.raises(ValueError, match="timm can only stream 'wds/digits': give its tar shards"):
