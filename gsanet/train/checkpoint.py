@@ -94,6 +94,21 @@ def exists(path: Path) -> bool:
     return any((candidate / MANIFEST).exists() for candidate in (path, _previous(path)))
 
 
+def holds_steps(path: Path) -> bool:
+    """Whether something was trained in what is at `path`: true of all but a whole manifest that says no step was done.
+
+    The checkpoint that `path` replaced counts too.
+    """
+    for candidate in (path, _previous(path)):
+        if candidate.exists():
+            try:
+                if json.loads((candidate / MANIFEST).read_text())["state"]["step"] != 0:
+                    return True
+            except (OSError, ValueError, TypeError, KeyError):
+                return True
+    return False
+
+
 def read(path: Path) -> Checkpoint:
     """Read one checkpoint directory and compare it with its checksums."""
     try:

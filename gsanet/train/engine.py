@@ -32,7 +32,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gsanet.models import create_model, list_models
 from gsanet.models.registry import check_name
 from gsanet.train import checkpoint
-from gsanet.train.data import Data, open_data
+from gsanet.train.data import Data, open_data, too_few
 from gsanet.train.data.damage import skipped_words
 from gsanet.train.evaluate import Evaluation, autocast, evaluate
 from gsanet.train.graph import GraphedStep
@@ -67,13 +67,15 @@ def train(
 
     Args:
         recipe: With `data.path` set.
-        out: The run directory, seen by all processes. Without `resume`, it must not hold a run.
+        out: The run directory, seen by all processes. Without `resume`, it must not hold a run, but for one that
+            ended before a step was saved.
         resume: Go on from the last checkpoint of `out`, or from the start if there is none yet.
         stop_after: Save and stop after so many seconds, as if a signal had come.
         before_step: Called before each step, in each process, with the number of those that are done.
     """
     deadline = None if stop_after is None else time.monotonic() + stop_after
     out = Path(out)
+    check_name(recipe.model)  # before the data, which may take long to open
     accelerator = make_accelerator(recipe)
     is_main, world_size = accelerator.is_main_process, accelerator.num_processes
 
@@ -91,10 +93,7 @@ def train(
     )
     steps_per_epoch = len(data.train) // micro_steps
     if not steps_per_epoch:
-        raise ValueError(
-            f"the training set has {data.train.num_samples} images, fewer than one batch of {recipe.batch_size}: "
-            "set a smaller batch_size"
-        )
+        raise ValueError(f"{recipe.data_path} has {too_few(data.train.num_samples, recipe.batch_size)}")
     total_steps = recipe.steps or (recipe.epochs or 0) * steps_per_epoch
     total_epochs = math.ceil(total_steps / steps_per_epoch)
 
@@ -138,6 +137,8 @@ def train(
             f"{recipe.model} on {accelerator.device.type}: step {progress.step} of {total_steps}, {steps_per_epoch} an "
             f"epoch; {recipe.batch_size} images a step = {shares}"
         )
+        if recipe.compile and progress.step < total_steps:
+            reporter.say("compiling the network: the first steps take a minute or two")
         while progress.step < total_steps:
             epoch, steps_done = divmod(progress.step, steps_per_epoch)
             epoch_end = min((epoch + 1) * steps_per_epoch, total_steps)
@@ -316,8 +317,10 @@ def make_graph(
     recipe: Recipe, network: nn.Module, micro_steps: int, accelerator: Accelerator, mix: Mixup | None
 ) -> tuple[GraphedStep | None, str]:
     """Forward and backward pass as a CUDA graph, if the recipe asks for it; or a line that says why not."""
-    if not recipe.cuda_graphs or accelerator.device.type != "cuda":
+    if not recipe.cuda_graphs:
         return None, ""
+    if accelerator.device.type != "cuda":
+        return None, f"cuda_graphs needs a GPU with CUDA: it is not used on {accelerator.device.type}"
     if micro_steps > 1 or accelerator.num_processes > 1:
         return None, "cuda_graphs is for one GPU that computes a batch at once: it is not used here"
     return GraphedStep(network, partial(differentiate, network, recipe, micro_steps, accelerator, mix)), ""

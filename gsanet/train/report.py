@@ -12,6 +12,7 @@ from typing import Any
 
 from gsanet.train.checkpoint import explained, go_on, replace_file
 from gsanet.train.evaluate import overflow_words
+from gsanet.train.in_use import hold
 from gsanet.train.step_log import StepRecord
 
 METRICS = "metrics.jsonl"
@@ -41,6 +42,7 @@ class Reporter:
         with explained(f"metrics to {out}", go_on(out)):
             _drop_rows_after(out / METRICS, step)
             self._metrics = self._closing.enter_context((out / METRICS).open("ab", buffering=0))
+            hold(self._metrics)
             self._board = _tensorboard(out, step)
         if self._board is not None:
             self._closing.callback(self._board.close)

@@ -13,8 +13,10 @@ import torch
 
 import gsanet
 from gsanet.provenance import package_commit
-from gsanet.train.checkpoint import MANIFEST, explained, go_on, replace_file
+from gsanet.train.checkpoint import MANIFEST, explained, go_on, holds_steps, replace_file
+from gsanet.train.in_use import is_held
 from gsanet.train.recipe import Recipe, load_recipe
+from gsanet.train.report import METRICS
 
 RECIPE = "recipe.yaml"
 ENVIRONMENT = "environment.json"
@@ -22,8 +24,8 @@ CLASSES = "classes.json"
 
 
 def start_run(out: Path, recipe: Recipe, class_names: list[str]) -> None:
-    """Make a run directory; one that already holds a run is left alone."""
-    if (out / RECIPE).exists():
+    """Make a run directory; one that already holds a run is left alone, unless that ended before a step was saved."""
+    if (out / RECIPE).exists() and _is_begun(out):
         raise ValueError(
             f"{out} already holds a run: go on with `gsanet train --resume {out}`, or choose another --out"
         )
@@ -62,6 +64,11 @@ def record_session(out: Path, recipe: Recipe) -> None:
     sessions = json.loads(file.read_text()) if file.exists() else []
     with explained(file, go_on(out)):
         replace_file(file, json.dumps([*sessions, _session(recipe)], indent=2).encode())
+
+
+def _is_begun(out: Path) -> bool:
+    """Whether a run has saved a step, or is still being trained."""
+    return is_held(out / METRICS) or any(holds_steps(out / name) for name in ("last", "best"))
 
 
 def _session(recipe: Recipe) -> dict[str, Any]:

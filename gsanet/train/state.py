@@ -72,9 +72,14 @@ class TrainingState:
         """Become what `save_last` wrote."""
         progress = Progress(**found.state)
         if progress.train_images != self.progress.train_images:
-            raise ValueError(
+            changed = (
                 f"this run was started on {progress.train_images} training images and there are now "
-                f"{self.progress.train_images}: it goes on with the same ones only (older versions passed over .gif "
+                f"{self.progress.train_images}"
+            )
+            if progress.step == 0:
+                raise ValueError(f"{changed}: no step was done yet, so start it anew with the same --out")
+            raise ValueError(
+                f"{changed}: it goes on with the same ones only (older versions passed over .gif "
                 f"and .avif files, and took hidden ones): put them back, or start a new run with --weights {found.path}"
             )
         self.progress = progress

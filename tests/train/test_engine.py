@@ -174,6 +174,65 @@ def test_a_run_leaves_everything_that_describes_it(tiny_recipe, tmp_path):
         train(tiny_recipe(epochs=2), run)
 
 
+class StoppedError(Exception):
+    """What ends a run in these tests."""
+
+
+def stop_at(step):
+    """To be called before each step."""
+
+    def check(done):
+        if done == step:
+            raise StoppedError
+
+    return check
+
+
+def test_a_run_directory_in_which_no_step_was_saved_is_taken_again(tiny_recipe, tmp_path):
+    run, recipe = tmp_path / "run", tiny_recipe(steps=3)
+    with pytest.raises(StoppedError):
+        train(tiny_recipe(steps=3, seed=1), run, before_step=stop_at(2))
+    (run / "notes.txt").write_text("mine")
+    train(recipe, run)
+    train(recipe, tmp_path / "other")
+    assert_same_weights(weights(run), weights(tmp_path / "other"))
+    assert load_recipe(str(run / "recipe.yaml")) == recipe
+    assert len(json.loads((run / "environment.json").read_text())) == 2
+    assert (run / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["last", "last.previous", "best"])
+def test_a_run_directory_with_a_step_or_with_what_cannot_be_read_is_left_alone(tiny_recipe, tmp_path, name):
+    run = tmp_path / "run"
+    with pytest.raises(StoppedError):
+        train(tiny_recipe(steps=3), run, before_step=stop_at(0))
+    (run / name).mkdir(exist_ok=True)
+    for manifest in ('{"state": {"step": 1}, "files": {}}', "half of on"):
+        (run / name / "checkpoint.json").write_text(manifest)
+        with pytest.raises(ValueError, match="already holds a run"):
+            train(tiny_recipe(steps=3), run)
+    (run / name / "checkpoint.json").unlink()
+    with pytest.raises(ValueError, match="already holds a run"):
+        train(tiny_recipe(steps=3), run)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs locks of files")
+def test_a_run_that_has_not_saved_a_step_yet_is_not_taken_from_its_process(tiny_recipe, tmp_path):
+    def start_again(done):
+        with pytest.raises(ValueError, match="already holds a run"):
+            train(tiny_recipe(steps=1), tmp_path / "run")
+        raise StoppedError
+
+    with pytest.raises(StoppedError):
+        train(tiny_recipe(steps=1), tmp_path / "run", before_step=start_again)
+    train(tiny_recipe(steps=1), tmp_path / "run")  # nobody holds it any more
+
+
+def test_too_few_images_for_a_batch_in_parts(tiny_recipe, tmp_path):
+    with pytest.raises(ValueError, match="fewer than one batch of 2000: `--set batch_size=256` takes smaller batches"):
+        train(tiny_recipe(batch_size=2000, accumulation=2), tmp_path / "run")
+
+
 def test_a_run_is_a_function_of_its_seed(tiny_recipe, tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         train(tiny_recipe(steps=3, seed=seed, mixup=0.2), tmp_path / name)
@@ -301,7 +360,7 @@ def test_every_recipe_runs_on_a_tiny_folder(name, image_folder, tmp_path):
     assert result.progress.evaluation["images"] == 12
 
 
-def test_torch_compile_trains_the_same_network(tiny_recipe, tmp_path, monkeypatch):
+def test_torch_compile_trains_the_same_network(tiny_recipe, tmp_path, monkeypatch, capsys):
     compiler, compiled = torch.compile, []
 
     def trace_only(network):
@@ -312,7 +371,9 @@ def test_torch_compile_trains_the_same_network(tiny_recipe, tmp_path, monkeypatc
     monkeypatch.setattr(torch, "compile", trace_only)
     with use_backend("torch"):  # others are not traced
         train(tiny_recipe(steps=2, compile=True), tmp_path / "compiled")
+        assert capsys.readouterr().out.count("compiling the network: the first steps take a minute or two\n") == 1
         train(tiny_recipe(steps=2), tmp_path / "eager")
+        assert "compiling" not in capsys.readouterr().out
     assert len(compiled) == 1
     assert_same_weights(weights(tmp_path / "compiled"), weights(tmp_path / "eager"))
 

@@ -190,7 +190,16 @@ def test_graphs_are_for_one_gpu_that_takes_a_batch_at_once(tiny_recipe):
         engine.make_graph(tiny_recipe(cuda_graphs=True), network(), 1, Accelerator(), None)[0], GraphedStep
     )
     Accelerator.device = torch.device("cpu")
-    assert engine.make_graph(tiny_recipe(cuda_graphs=True), network(), 1, Accelerator(), None) == (None, "")
+    graph, why = engine.make_graph(tiny_recipe(cuda_graphs=True), network(), 1, Accelerator(), None)
+    assert graph is None
+    assert why == "cuda_graphs needs a GPU with CUDA: it is not used on cpu"
+    assert engine.make_graph(tiny_recipe(), network(), 1, Accelerator(), None) == (None, "")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without a GPU")
+def test_a_run_says_that_graphs_are_not_used(tiny_recipe, tmp_path, capsys):
+    train(tiny_recipe(steps=1, cuda_graphs=True), tmp_path / "run")
+    assert capsys.readouterr().out.count("cuda_graphs needs a GPU with CUDA: it is not used on cpu\n") == 1
 
 
 def check_same(one, other):

@@ -115,6 +115,10 @@ def test_recipes_are_listed_and_shown(gsanet):
         (["train", "--recipe", "quickstart", "--out", "RUN", "--set", "bacth_size=3"], "did you mean 'batch_size'"),
         (["train", "--recipe", "quickstart", "--out", "RUN", "--model", "gsa_resnet26_tny"], "'gsa_resnet26_tiny'"),
         (
+            ["train", "--recipe", "quickstart", "--out", "RUN", "--model", "gsa_resnet26_tny", "--data", "nowhere"],
+            "'gsa_resnet26_tiny'",
+        ),
+        (
             ["train", "--recipe", "quickstart", "--out", "RUN", "--set", "batch_size=5000"],
             "fewer than one batch of 5000",
         ),
@@ -169,6 +173,30 @@ def test_a_corrupt_jpeg_is_skipped_and_too_many_stop_the_run(gsanet, image_folde
     code, said = gsanet(*start, "--out", tmp_path / "none")
     assert code == 2
     assert images[0].name in said
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_the_same_command_works_once_damaged_images_are_removed(gsanet, image_folder, tmp_path, split, in_memory):
+    damaged = sorted((image_folder / split / "dark").iterdir())[:2]
+    for file in damaged:
+        file.write_bytes(b"")
+    run = tmp_path / "run"
+    start = ["train", "--recipe", "quickstart", *SMALL, *folder_options(image_folder), "--out", run]
+    start += ["--set", f"data.in_memory={str(in_memory).lower()}"]
+    code, said = gsanet(*start)
+    assert code == 2
+    assert damaged[0].name in said
+    assert "`--set data.max_bad_fraction=" in said
+    for file in damaged:
+        file.unlink()
+    if split == "train" and not in_memory:
+        code, said = gsanet("train", "--resume", run)
+        assert code == 2
+        assert "no step was done yet, so start it anew with the same --out" in said
+    code, said = gsanet(*start)
+    assert code == 0, said
+    assert "Done:" in said
 
 
 def test_a_missing_class_folder(gsanet, image_folder, tmp_path):

@@ -18,7 +18,7 @@ from gsanet.train.data.shards import Shards
 from gsanet.train.data.sources import Source, hold_out, keep_some, open_splits
 from gsanet.train.data.stream import ShardEvalLoader, ShardTrainLoader
 
-__all__ = ["DamagedDataError", "Data", "DataSettings", "EvalLoader", "TrainLoader", "open_data"]
+__all__ = ["DamagedDataError", "Data", "DataSettings", "EvalLoader", "TrainLoader", "open_data", "too_few"]
 
 
 class Data:
@@ -41,7 +41,7 @@ class Data:
         self._splits, self._plan = splits, plan
         samples = len(splits.train) if splits.train is not None else 0
         if train and samples < plan.batch_size:
-            raise ValueError(f"{path} has {samples} training images, fewer than one batch of {plan.batch_size}")
+            raise ValueError(f"{path} has {too_few(samples, plan.batch_size)}")
         self._train_damage = Damage("training", samples, plan.settings.max_bad_fraction)
         self._val_damage = Damage("held-out", len(splits.val), plan.settings.max_bad_fraction)
         counts = f"{samples:,} training and " if train else ""
@@ -104,6 +104,15 @@ def open_data(
         most: Take at most so many of the held-out images, a random choice that is always the same. Default: all.
     """
     return Data(path, Plan(settings, batch_size, seed, rank, world_size, torch.device(device)), train, most)
+
+
+def too_few(images: int, batch_size: int) -> str:
+    """What to say of fewer training images than one batch takes, and what to do about it."""
+    smaller = 1 << max(0, (images // 4).bit_length() - 1)  # several steps an epoch
+    return (
+        f"{images} training images, fewer than one batch of {batch_size}: `--set batch_size={smaller}` takes smaller "
+        "batches, for which lr should be lowered in proportion (recipes with lr_images do that themselves)"
+    )
 
 
 def _open_store(source: Source, plan: Plan, damage: Damage, train: bool) -> Store:

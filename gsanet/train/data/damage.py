@@ -51,7 +51,7 @@ class Damage:
             raise DamagedDataError(
                 f"{found} of {self.total} {self.split} images do not decode "
                 f"({found / self.total:.2%}, and data.max_bad_fraction allows {self.max_fraction:.2%}): "
-                f"{_with_reasons(self.reasons)}"
+                f"{_with_reasons(self.reasons)}. Remove {'it' if found == 1 else 'them'}{_or_allow(found, self.total)}"
             )
 
 
@@ -65,6 +65,13 @@ def skipped_words(reasons: Mapping[str, str]) -> str:
 
 def _with_reasons(reasons: Mapping[str, str]) -> str:
     return some([f"{name} ({reason})" for name, reason in reasons.items()])
+
+
+def _or_allow(found: int, total: int) -> str:
+    """How to go on in spite of so many damaged samples: with a limit in whole hundredths that allows them."""
+    enough = (percent / 100 for percent in range(1, 100) if allowed(total, percent / 100) >= found)
+    fraction = next(enough, None)
+    return "" if fraction is None else f", or allow so many with `--set data.max_bad_fraction={fraction}` or more"
 
 
 def allowed(total: int, max_fraction: float) -> int:

@@ -182,7 +182,7 @@ def _decode(source: Source, plan: Plan, damage: Damage, size: tuple[int, int], r
         images[start : start + len(piece)] = piece
         labels[start : start + len(piece)] = piece_labels
         damaged |= more
-        damage.add(_named(source, more))
+    damage.add(_named(source, damaged))  # at the end: if they are too many, it is known how many
     return images, labels, damaged
 
 

@@ -9,7 +9,7 @@ from pictures import UNTOUCHED, joined, numbers, open_small, same, write_folder,
 from PIL import Image
 
 from gsanet.train.data import DamagedDataError, memory
-from gsanet.train.data.damage import skipped_words
+from gsanet.train.data.damage import Damage, skipped_words
 
 HOW = {
     "truncated": lambda data: data[: len(data) // 2],
@@ -109,7 +109,30 @@ def test_too_much_damage_stops_with_one_sentence(spoilt, workers):
     message = str(error.value)
     assert "4 of 30 training images do not decode (13.33%, and data.max_bad_fraction allows 10.00%)" in message
     assert sum(f"000{number}" in message for number in (3, 4, 5, 6)) == 3
+    assert " and 1 more. " in message
+    assert message.endswith("Remove them, or allow so many with `--set data.max_bad_fraction=0.14` or more")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(("found", "total", "least"), [(1, 24, 0.05), (29, 100, 0.3), (1, 1000, 0.01), (99, 100, 0.99)])
+def test_the_limit_that_is_named_is_enough(found, total, least):
+    names = [(f"{number}.jpg", "truncated") for number in range(found)]
+    with pytest.raises(DamagedDataError, match=rf"Remove (it|them), or allow .*max_bad_fraction={least}` or more$"):
+        Damage("training", total, 0.0).add(names)
+    Damage("training", total, least).add(names)
+
+
+def test_no_limit_is_named_where_none_is_enough():
+    with pytest.raises(DamagedDataError, match=r"\. Remove them$"):
+        Damage("training", 2, 0.0).add([("a.jpg", "truncated"), ("b.jpg", "truncated")])
+
+
+def test_all_damaged_images_are_found_where_they_are_decoded_at_the_start(folder, monkeypatch):
+    monkeypatch.setattr(memory, "CHUNK", 4)
+    for number in (3, 9, 15, 21, 27):
+        next(folder.glob(f"train/*/{number:04d}.png")).write_bytes(b"")
+    with pytest.raises(DamagedDataError, match=r"^5 of 30 training images do not decode .* and 2 more\. Remove them"):
+        _ = open_small(folder, "memory", max_bad_fraction=0.0).train
 
 
 @pytest.mark.parametrize("workers", [0, 2])

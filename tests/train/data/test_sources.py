@@ -14,7 +14,7 @@ from pictures import CLASSES, UNTOUCHED, numbers, open_small, picture, write_fol
 from PIL import Image
 
 from gsanet.images import find_images, read_image
-from gsanet.train.data import DataSettings
+from gsanet.train.data import DataSettings, too_few
 from gsanet.train.data.damage import decode
 from gsanet.train.data.settings import Plan
 from gsanet.train.data.sources import FolderSource, open_splits
@@ -280,8 +280,13 @@ def test_what_timm_cannot_open_or_index_is_refused(shards):
 
 
 def test_fewer_images_than_a_batch(folder):
-    with pytest.raises(ValueError, match="has 30 training images, fewer than one batch of 31"):
+    with pytest.raises(ValueError, match="30 training images, fewer than one batch of 31: `--set batch_size=4` takes"):
         open_small(folder, batch_size=31)
+
+
+@pytest.mark.parametrize(("images", "batch"), [(1, 1), (3, 1), (7, 1), (8, 2), (48, 8), (63, 8), (64, 16), (511, 64)])
+def test_the_smaller_batch_that_is_named_is_a_quarter_of_the_images_or_less(images, batch):
+    assert f"`--set batch_size={batch}` takes smaller batches, for which lr" in too_few(images, 512)
 
 
 @pytest.mark.parametrize(
