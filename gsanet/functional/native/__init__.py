@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from gsanet.functional.backends import Axis, Backend, Norm, Operation
+from gsanet.functional.backends import Axis, Backend, Norm, Operation, is_differentiated
 from gsanet.functional.exporting import is_exporting
 from gsanet.functional.fused.norms import applied_in_evaluation, in_float32, keep_statistics
 from gsanet.functional.lean import fit_table
@@ -167,8 +167,8 @@ def _refuses_map(
             fixed += [one for one in tensors_of(norm) if one is not None]
     if any(one.dtype != torch.float32 or not one.is_cpu for one in fixed) or not _are_plain(fixed):
         return "it takes norms of plain tensors in float32 on the CPU only"
-    if finish is not None and torch.is_grad_enabled() and finish.requires_grad:
-        return "its scale, shift and ReLU behind a module have no gradient"
+    if finish is not None and (_keeps_statistics(norm) or is_differentiated(finish)):
+        return "its scale, shift and ReLU behind a module are for evaluation"
     if not _is_differentiated(x, weight, rel_column, rel_row, norm):
         return None
     if not isinstance(norm, nn.BatchNorm2d) or finish is not None:

@@ -483,9 +483,11 @@ def test_refusals():
     assert "inside, not GroupNorm" in module_reason(nn.GroupNorm(2, 64))
     assert "only with both axes" in module_reason(torch.randn(2, 64).requires_grad_())
     settings["finish"] = torch.randn(2, 64)
-    assert "and nothing behind" in module_reason(nn.BatchNorm2d(64))
+    assert "and nothing behind" in module_reason(nn.BatchNorm2d(64).eval())
+    with torch.no_grad():
+        assert "behind a module are for evaluation" in module_reason(nn.BatchNorm2d(64))
     settings["finish"].requires_grad_()
-    assert "ReLU behind a module have no gradient" in module_reason(nn.BatchNorm2d(64))
+    assert "behind a module are for evaluation" in module_reason(nn.BatchNorm2d(64).eval())
     settings["finish"] = None
     one = torch.randn(1, 64, 1, 1)
     assert "nothing to normalise" in module_reason(nn.BatchNorm2d(64), one, *whole[1:])
