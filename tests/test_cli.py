@@ -9,7 +9,7 @@ import typer
 from result_files import RUN
 from typer.testing import CliRunner
 
-from gsanet.cli import app
+from gsanet.cli import app, common, main
 
 
 def in_a_process(*arguments):
@@ -104,3 +104,20 @@ def test_mistakes_are_one_line(command, arguments, words):
     error = command(*arguments, code=2)
     assert words in error
     assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [
+    ("explain", "photograph.jpg", "--at", "1,1", "--out", "x.png"),
+    ("export", "gsa_resnet26_tiny", "--out", "x.onnx"),
+])  # fmt: skip
+def test_what_cannot_be_written_is_said_before_any_work(arguments, tmp_path, monkeypatch, capsys):
+    def refuse(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(common.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr("sys.argv", ["gsanet", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"cannot write {arguments[-1]}: Permission denied" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """What the commands share: consoles, options, and checks of what was given."""
 
 import json
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,11 +27,19 @@ def read_overrides(settings: Sequence[str] | None, options: dict[str, str]) -> d
 
 
 def check_writable(file: Path, picture: bool = False) -> None:
-    """Refuse a file whose folder is not there, a folder, and a picture whose name does not say its format."""
+    """Refuse what cannot be written before any work: a folder, a file whose folder is not there or takes no files.
+
+    And a picture whose name does not say its format.
+    """
     if not file.parent.is_dir():
         raise ValueError(f"there is no folder {file.parent} to write {file.name} into")
     if file.is_dir():
         raise ValueError(f"{file} is a folder: give the name of a file")
+    try:
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write {file}: {error.strerror or error}") from None
     if picture and not file.suffix:
         raise ValueError(f"the name of a picture says its format, such as {file}.png, got {file}")
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from gsanet.cli.common import console, parse_size, say
+from gsanet.cli.common import check_writable, console, parse_size, say
 
 
 def export(
@@ -32,6 +32,7 @@ def export(
 
     size = parse_size(img_size)
     kind = check_request(out, format, opset)
+    check_writable(out)
     source = open_network(model, weights, run, size, parse_overrides(settings or []))
     say(source.weights)
     found = export_model(
