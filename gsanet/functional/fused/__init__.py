@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gsanet.functional.backends import Axis, Backend, Norm, Operation, is_differentiated
 from gsanet.functional.fused import available, axis_ops, fitting, layer_ops, module_ops
-from gsanet.functional.fused.norms import applied_in_evaluation, centre_of, in_float32, keep_statistics
+from gsanet.functional.fused.norms import applied_in_evaluation, centre_of, in_float32, keep_statistics, uses_batch
 from gsanet.functional.fused.plan import LONGEST, SCALARS, WIDTHS
 from gsanet.functional.fused.widths import narrow, widen, widened
 from gsanet.functional.lean import fit_table
@@ -81,8 +81,7 @@ def _with_batch_norm(
         parts = weight.split((*(dim_key,) * (2 if content else 1), norm.num_features))
         weight = torch.cat([widen(part, heads) for part in parts])
     norms = (*in_float32(norm), centre_of(norm, x))
-    from_batch = norm.training or norm.running_mean is None
-    applied = None if from_batch else widen(applied_in_evaluation(norm), heads, 1)
+    applied = None if uses_batch(norm) else widen(applied_in_evaluation(norm), heads, 1)
     out, _, used, *_ = module_ops.attention_map(
         x, weight, widen(rel_column, 1, 1), widen(rel_row, 1, 1),
         *(None if one is None else widen(one, heads) for one in norms), applied,

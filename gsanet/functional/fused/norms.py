@@ -99,6 +99,11 @@ def max_pool(x: Tensor) -> Tensor:
     return F.max_pool2d(x, 3, 2, 1)
 
 
+def uses_batch(norm: nn.BatchNorm2d) -> bool:
+    """Whether a norm applies the statistics of the batch."""
+    return norm.training or norm.running_mean is None
+
+
 def centre_of(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     """What sums for a norm's statistics are taken about: its running mean, in float32."""
     if norm.running_mean is None:

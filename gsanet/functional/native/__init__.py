@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from gsanet.functional.backends import Axis, Backend, Norm, Operation, is_differentiated
 from gsanet.functional.exporting import is_exporting
-from gsanet.functional.fused.norms import applied_in_evaluation, in_float32, keep_statistics
+from gsanet.functional.fused.norms import applied_in_evaluation, in_float32, keep_statistics, uses_batch
 from gsanet.functional.lean import fit_table
 from gsanet.functional.native import compiler, layer_ops, module, module_ops
 from gsanet.functional.native.module import tensors_of
@@ -54,9 +54,9 @@ def attention_map(
     """As `gsanet.functional.global_self_attention_map`; the norm is a batch norm, or its scale and shift."""
     norm = norm if rel_column is not None and rel_row is not None else None
     settings = (num_heads, dim_key, content)
-    if _keeps_statistics(norm) or _is_differentiated(x, weight, rel_column, rel_row, norm):
+    if _uses_batch(norm) or _is_differentiated(x, weight, rel_column, rel_row, norm):
         assert isinstance(norm, nn.BatchNorm2d)
-        applied = None if _keeps_statistics(norm) else applied_in_evaluation(norm)
+        applied = None if _uses_batch(norm) else applied_in_evaluation(norm)
         tables = _fit_tables(x, rel_column, rel_row, reach)
         out, _, _, applied, *_ = module_ops.attention_map(
             x, weight, *tables, *in_float32(norm), applied, *settings, norm.eps
@@ -79,9 +79,9 @@ def _fit_tables(x: Tensor, rel_column: Tensor | None, rel_row: Tensor | None, re
     return [None if rel is None else fit_table(rel, length, reach) for rel, length in lengths]
 
 
-def _keeps_statistics(norm: Norm | Tensor | None) -> bool:
-    """Whether a norm takes its statistics from the batch."""
-    return isinstance(norm, nn.BatchNorm2d) and (norm.training or norm.running_mean is None)
+def _uses_batch(norm: Norm | Tensor | None) -> bool:
+    """Whether there is a batch norm, and it applies the statistics of the batch."""
+    return isinstance(norm, nn.BatchNorm2d) and uses_batch(norm)
 
 
 def _is_differentiated(
@@ -157,7 +157,7 @@ def _refuses_map(
             fixed.append(norm)
         elif type(norm) is not nn.BatchNorm2d:
             return f"it computes whole modules with a batch norm inside, not {type(norm).__name__}"
-        elif x.shape[0] * x.shape[2] * x.shape[3] < 2 and _keeps_statistics(norm):
+        elif x.shape[0] * x.shape[2] * x.shape[3] < 2 and _uses_batch(norm):
             return "there is nothing to normalise"
         elif norm._forward_hooks or norm._forward_pre_hooks:
             return "the norm has hooks, which a kernel would pass by"
@@ -167,7 +167,7 @@ def _refuses_map(
             fixed += [one for one in tensors_of(norm) if one is not None]
     if any(one.dtype != torch.float32 or not one.is_cpu for one in fixed) or not _are_plain(fixed):
         return "it takes norms of plain tensors in float32 on the CPU only"
-    if finish is not None and (_keeps_statistics(norm) or is_differentiated(finish)):
+    if finish is not None and (_uses_batch(norm) or is_differentiated(finish)):
         return "its scale, shift and ReLU behind a module are for evaluation"
     if not _is_differentiated(x, weight, rel_column, rel_row, norm):
         return None

@@ -38,11 +38,6 @@ inline void with_vector(int key, int value, F&& f) {
         f(Block{});
 }
 
-template <class T>
-inline float* floats(T* vectors) {
-    return reinterpret_cast<float*>(vectors);
-}
-
 // A vector, or the `count` numbers that are left.
 template <class T>
 inline T load_some(const float* from, int count) {

@@ -51,9 +51,6 @@ inline void with_slot(int slot, F&& f) {
     f(Number<most>{});
 }
 
-inline const float* floats(const Vector* vectors) { return reinterpret_cast<const float*>(vectors); }
-inline float* floats(Vector* vectors) { return reinterpret_cast<float*>(vectors); }
-
 // What all threads share: of each set of heads weights [panel][channel][WIDE] and scales and shifts [2][value]; of each
 // set of a few images, whose places are taken by later ones, queries and values [group across][pixel][channel], what
 // each group has to say of the context vectors [group][part], and these [key][value].

@@ -33,6 +33,16 @@ typedef int32_t Integers __attribute__((vector_size(4 * BLOCK)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Integers{__VA_ARGS__})
 #endif
 
+// Vectors as numbers.
+template <class T>
+inline float* floats(T* vectors) {
+    return reinterpret_cast<float*>(vectors);
+}
+template <class T>
+inline const float* floats(const T* vectors) {
+    return reinterpret_cast<const float*>(vectors);
+}
+
 // Memory of one thread, aligned as vectors want it.
 template <class T>
 struct Scratch {
