@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gsanet.functional import checks
+from gsanet.functional.autocast import autocast_dtype, cast
 from gsanet.functional.backends import Axis, Norm, select_backend, select_whole
 from gsanet.functional.pooling import average_pool
 from gsanet.functional.projection import project
@@ -30,9 +31,9 @@ def content_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (batch, x, y, head, v).
     """
     checks.check_maps(q, v, k)
-    if (dtype := _autocast_dtype(q)) is not None:
+    if (dtype := autocast_dtype(q)) is not None:
         with torch.autocast(q.device.type, enabled=False):
-            q, k, v = _cast(dtype, q, k, v)
+            q, k, v = cast(dtype, q, k, v)
             return content_attention(q, k, v)
     checks.check_same_kind(q=q, k=k, v=v)
     return select_backend("content_attention", q, k, v).content_attention(q, k, v)
@@ -57,9 +58,9 @@ def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: Axis, reach: i
     reach = checks.check_reach(reach)
     checks.check_maps(q, v)
     checks.check_table("rel", rel, q.shape[-1])
-    if (dtype := _autocast_dtype(q)) is not None:
+    if (dtype := autocast_dtype(q)) is not None:
         with torch.autocast(q.device.type, enabled=False):
-            q, v, rel = _cast(dtype, q, v, rel)
+            q, v, rel = cast(dtype, q, v, rel)
             return positional_attention(q, v, rel, axis, reach)
     checks.check_same_kind(q=q, v=v, rel=rel)
     return select_backend("positional_attention", q, v, rel).positional_attention(q, v, rel, axis, reach)
@@ -150,8 +151,8 @@ def global_self_attention_map(
             checks.check_scale_and_shift(name, values, weight.shape[0] - dim_key - keys)
     maps: tuple[Tensor, ...] = (x, weight)
     tables = {"rel_column": rel_column, "rel_row": rel_row}
-    if (dtype := _autocast_dtype(x)) is not None:
-        maps = _cast(dtype, *maps)
+    if (dtype := autocast_dtype(x)) is not None:
+        maps = cast(dtype, *maps)
         tables = {name: None if rel is None else rel.to(dtype) for name, rel in tables.items()}
     wholes = (*maps, *tables.values())
     settings = {
@@ -236,16 +237,3 @@ def apply_norm(norm: Norm, x: Tensor) -> Tensor:
     """A norm of feature maps on a map (batch, x, y, head, v)."""
     heads = x.shape[3:]
     return call_with_norms(norm, to_feature_map(x)).permute(0, 2, 3, 1).unflatten(-1, heads)
-
-
-def _autocast_dtype(q: Tensor) -> torch.dtype | None:
-    """The dtype autocast wants here, or None. Each operation is cast as a whole: a backend chooses its inner steps."""
-    device = q.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # autocast does not know the meta device
-        return torch.get_autocast_dtype(device)
-    return None
-
-
-def _cast(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast does: float64 stays as it is."""
-    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)

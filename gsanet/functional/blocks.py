@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gsanet.functional.autocast import autocast_dtype
 from gsanet.functional.exporting import is_exporting
 
 __all__ = ["convolve_blocks", "pays", "to_blocks"]
@@ -74,5 +75,4 @@ def _blocks(x: Tensor, around: Sequence[int], channels: int) -> Tensor:
 
 def _dtype(x: Tensor) -> torch.dtype:
     """What a convolution of x is computed in."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return autocast_dtype(x) or x.dtype

@@ -93,5 +93,5 @@ class AxialAttention(RelativeTables):
 def axial_attention(q: Tensor, k: Tensor, v: Tensor, rel: Tensor) -> Tensor:
     """Attend along dimension 1 of maps (batch, x, y, head, channel); `rel` as in `positional_attention`."""
     table = fit_table(rel, q.shape[1], reach=None)
-    cast = fused.cast(q, k, v, table)
-    return fused.axial_attention(*cast) if fused.takes(*cast) else attend_by_products(q, k, v, table)
+    tensors = fused.as_autocast(q, k, v, table)
+    return fused.axial_attention(*tensors) if fused.takes(*tensors) else attend_by_products(q, k, v, table)

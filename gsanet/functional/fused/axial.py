@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from gsanet.functional.autocast import autocast_dtype, cast
 from gsanet.functional.axial import attend_by_products
 from gsanet.functional.exporting import is_exporting
 from gsanet.functional.fused import available
@@ -19,13 +20,10 @@ from gsanet.functional.transforms import have_tangents
 wanted = True  # whether what `takes` takes goes to the kernels; read when a network is compiled
 
 
-def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast makes of the arguments of a product; float64 stays as it is."""
-    kind = tensors[0].device.type
-    if not tensors[0].is_cuda or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(one if one.dtype == torch.float64 else one.to(dtype) for one in tensors)
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast makes of the arguments of a product on a GPU."""
+    dtype = autocast_dtype(tensors[0]) if tensors[0].is_cuda else None
+    return tensors if dtype is None else cast(dtype, *tensors)
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> bool:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gsanet.functional.autocast import autocast_dtype
 from gsanet.functional.fused import expansion_ops
 from gsanet.functional.fused.norms import applied_with, in_float32, keep_statistics, takes_map
 
@@ -90,7 +91,4 @@ def moments(x: Tensor, weight: Tensor, norm_weight: Tensor | None, norm_bias: Te
 
 def is_cast(weight: Tensor, x: Tensor) -> bool:
     """Whether a convolution would take a weight in the dtype of x, by itself or by autocast."""
-    if weight.dtype == x.dtype:
-        return True
-    kind = x.device.type
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == x.dtype
+    return x.dtype in (weight.dtype, autocast_dtype(x))
