@@ -70,8 +70,7 @@ def save_pretrained(
         described["first_conv"] = None
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
     _check_same(config["architecture"], {**options, "num_classes": network.num_classes}, tensors)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _make_folder(Path(folder))
     own, network.pretrained_cfg = network.pretrained_cfg, described
     try:
         more = {} if class_names is None else {"label_names": list(class_names)}
@@ -133,8 +132,9 @@ def publish(
     check_repository(repo)
     read_run(run)  # what is no run is said first
     if folder is not None:
-        if folder.exists() and any(folder.iterdir()):
+        if folder.is_dir() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty: choose another --folder")
+        _make_folder(folder)  # before the work
         _write_run(run, folder, repo, license, report)
         return str(folder)
     api = _api()
@@ -159,6 +159,14 @@ def check_repository(repo: str) -> None:
         slash = ""
     if not (user and slash and name):
         raise ValueError(f"a repository is named USER/NAME, got {repo!r}")
+
+
+def _make_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"cannot make the folder {folder}: {error.strerror or error}") from None
+    return folder
 
 
 def _api() -> huggingface_hub.HfApi:

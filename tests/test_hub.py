@@ -172,6 +172,14 @@ def test_publish(run, tmp_path, command, monkeypatch):
     )
 
 
+def test_a_folder_that_cannot_be_made_is_said_before_any_work(run, tmp_path, command):
+    (tmp_path / "file").touch()
+    printed = command("publish", "--run", str(run), "--repo", "user/name", "--folder", f"{tmp_path}/file/new", code=2)
+    assert printed.strip() == f"error: cannot make the folder {tmp_path}/file/new: Not a directory"
+    with pytest.raises(OSError, match=r"cannot make the folder .*: File exists"):
+        gsanet.save_pretrained(gsanet.create_model("gsa_resnet26_tiny", img_size=8), tmp_path / "file")
+
+
 def test_the_card_says_what_the_accuracy_was_measured_on(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
     recipe = copy / "recipe.yaml"

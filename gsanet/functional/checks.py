@@ -2,6 +2,7 @@
 
 import operator
 from contextlib import suppress
+from numbers import Real
 from typing import Any
 
 import torch
@@ -92,6 +93,12 @@ def check_counts(**counts: int) -> list[int]:
         if number < 1:
             raise ValueError(f"{name} must be 1 or more, got {number}")
     return numbers
+
+
+def check_rate(name: str, rate: float) -> None:
+    """Check the share of what is dropped at random in training: all of it would leave nothing."""
+    if not isinstance(rate, Real) or isinstance(rate, bool) or not 0 <= rate < 1:
+        raise ValueError(f"{name} must be a share from 0 to below 1, got {rate!r}")
 
 
 def check_heads(num_heads: int, **channels: int) -> list[int]:

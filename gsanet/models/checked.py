@@ -8,6 +8,7 @@ import torch
 from timm.models.byobnet import ByobNet
 from torch import Tensor, fx, nn
 
+from gsanet.functional.autocast import autocast_dtype
 from gsanet.functional.checks import check_feature_map, check_size
 from gsanet.functional.transforms import call_with_norms
 
@@ -19,13 +20,21 @@ except ImportError:  # before version 1.0.31 timm does not write down what a net
         """Nothing to write down."""
 
 
-def check_images(x: Tensor, channels: int) -> None:
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # nothing is computed in others
+
+
+def check_images(x: Tensor, channels: int, network: nn.Module) -> None:
     """Check what enters a network.
 
     Tracers pass: torch.fx calls with what is no tensor, and torch.jit.trace would warn of a comparison.
     """
-    if not (isinstance(x, fx.Proxy) or torch.jit.is_tracing()):
-        check_feature_map(x, channels)
+    if isinstance(x, fx.Proxy) or torch.jit.is_tracing():
+        return
+    check_feature_map(x, channels)
+    weight = next(network.parameters(), None)
+    if weight is None or x.dtype == weight.dtype or weight.dtype not in FLOATS or autocast_dtype(x) is not None:
+        return
+    raise TypeError(f"the input is {x.dtype}, the network {weight.dtype}: convert one of them, as x.to({weight.dtype})")
 
 
 def check_depths(depths: Sequence[int], most: int) -> None:
@@ -46,12 +55,12 @@ class CheckedNetwork(ByobNet):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """From (batch, channels, height, width) to the last map."""
-        check_images(x, self.in_chans)
+        check_images(x, self.in_chans, self)
         return call_with_norms(super().forward_features, x)
 
     def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As timm's."""
-        check_images(x, self.in_chans)
+        check_images(x, self.in_chans, self)
         return super().forward_intermediates(x, *args, **kwargs)
 
 
@@ -67,4 +76,4 @@ def check_features(features: nn.Module, channels: int) -> None:
 
 def _check_input(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], *, channels: int) -> None:
     for x in (*inputs, *named.values()):  # there is one, with its name or without
-        check_images(x, channels)
+        check_images(x, channels, module)

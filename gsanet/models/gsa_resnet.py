@@ -18,7 +18,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg, SelfAttnBlock
 from torch import nn
 
-from gsanet.functional.checks import check_size
+from gsanet.functional.checks import check_counts, check_rate, check_size, check_whole
 from gsanet.layers import AxialAttention, GlobalSelfAttention, LocalRelation
 from gsanet.layers.attention import Attention
 from gsanet.layers.batch_norm import CompiledBatchNormAct2d
@@ -253,12 +253,17 @@ def _options(attention: type[nn.Module]) -> list[str]:
 
 
 def check_options(kwargs: dict[str, Any], taken: list[str]) -> None:
-    """Refuse an option that timm's network does not know; the nearest of its own and those already taken is named."""
+    """Refuse options that timm's network does not know, the nearest of all named, and numbers that it cannot have."""
     timms = {*inspect.signature(ByobNet.__init__).parameters, *(field.name for field in fields(ByoModelCfg))}
     timms -= {"self", "cfg", "kwargs", "blocks"}
     for name in kwargs:
         if name not in timms:
             raise TypeError(f"unknown option {name!r} of a network: {suggest(name, sorted({*timms, *taken}))}")
+    check_counts(in_chans=kwargs.get("in_chans", 3))
+    if (classes := check_whole("num_classes", kwargs.get("num_classes", 0))) < 0:
+        raise ValueError(f"num_classes must be 0, for no classifier, or more, got {classes}")
+    for name in ("drop_rate", "drop_path_rate"):
+        check_rate(name, kwargs.get(name, 0.0))
 
 
 def take(kwargs: dict[str, Any], names: list[str]) -> dict[str, Any]:

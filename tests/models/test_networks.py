@@ -381,6 +381,11 @@ def test_input_that_is_no_batch_of_images(name):
         "their order": (images.permute(0, 2, 3, 1), ValueError, r"3.* got .*\(2, 32, 32, 3\)"),
         "numbers": (images.to(torch.uint8), TypeError, r"floating-point numbers, got torch\.uint8: .* divided by 255"),
         "tensors": (images.numpy(), TypeError, "must be a tensor, got ndarray"),
+        "precision": (
+            images.double(),
+            TypeError,
+            r"is torch\.float64, the network torch\.float32: .* x\.to\(torch\.float32\)",
+        ),
     }
     for way, call in ways_in(name).items():
         for what, (given, error, words) in wrong.items():
@@ -508,6 +513,13 @@ def test_one_step_learns():
         (lambda: gsanet.create_model("gsa_resnet50", width=0), "width must be a positive factor, got 0"),
         (lambda: ResNetSettings(widths=(60, 64), depths=(1, 1)), r"multiples of 8, got \(60, 64\)"),
         (lambda: gsanet.create_model("gsa_resnet50", num_heads=3), "divisible by the number of heads, got 64 for 3"),
+        (lambda: gsanet.create_model("gsa_resnet50", in_chans=0), "in_chans must be 1 or more, got 0"),
+        (
+            lambda: gsanet.create_model("gsa_resnet50", num_classes=-1),
+            "num_classes must be 0, for no classifier",
+        ),
+        (lambda: gsanet.create_model("gsa_resnet50", drop_path_rate=1.5), "drop_path_rate must be .* below 1, got 1.5"),
+        (lambda: gsanet.create_model("san19_pairwise", drop_rate=-0.1), "drop_rate must be a share .* got -0.1"),
         (lambda: gsanet.create_model("gsa_resnet50", img_size="224"), "img_size must be one or two .* got '224'"),
         (lambda: gsanet.create_model("gsa_resnet50", img_size=0), "img_size must be one or two positive.* got 0"),
         (lambda: gsanet.create_model("san19_pairwise", img_size=(8, 8, 8)), r"img_size must be .* got \(8, 8, 8\)"),

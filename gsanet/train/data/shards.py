@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 from gsanet.train.data.augment import Ints
+from gsanet.words import first_line
 
 IMAGE_KEYS = ("jpg", "jpeg", "png")
 LABEL_KEY = "cls"
@@ -63,7 +64,7 @@ class Shards:
                 return
             except (OSError, EOFError, tarfile.TarError) as error:
                 if attempt + 1 == ATTEMPTS or not _is_remote(url):
-                    raise OSError(f"cannot read shard {url}: {error}") from error
+                    raise OSError(f"cannot read shard {url}: {first_line(error)}") from error
 
 
 def open_shards(pattern: str) -> Shards:
@@ -137,8 +138,12 @@ def _count(path: str) -> tuple[int, int]:
                 if LABEL_KEY in parts and any(each in parts for each in IMAGE_KEYS):
                     samples += 1
                     classes = max(classes, 1 + int(_content(archive, parts[LABEL_KEY])))
-    except (tarfile.TarError, ValueError) as error:
-        raise OSError(f"cannot read shard {path}: {error}") from error
+    except (
+        OSError,
+        tarfile.TarError,
+        ValueError,
+    ) as error:  # of no format at all, tarfile says why for each that it knows
+        raise OSError(f"cannot read shard {path}: {first_line(error).rstrip(':')}") from error
     return samples, classes
 
 

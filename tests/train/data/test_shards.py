@@ -82,6 +82,15 @@ def test_a_truncated_shard_is_named(described, workers):
     assert "\n" not in str(error.value)
 
 
+def test_a_file_that_is_no_tar_archive_is_one_line(tmp_path):
+    (tmp_path / "noise.tar").write_bytes(bytes(range(1, 256)) * 8)
+    with pytest.raises(
+        OSError, match=r"cannot read shard .*noise.tar: file could not be opened successfully$"
+    ) as error:
+        open_shards(f"{tmp_path}/*.tar")
+    assert "\n" not in str(error.value)
+
+
 def test_sizes_that_are_wrong_are_found_out(described):
     describe(described / "train", (7, 9, 6, 11))
     data = open_small(f"wds:{described}/train/*.tar|{described}/val/*.tar")
