@@ -1,9 +1,10 @@
 // The gradient of content attention, Y = Q C with context vectors C = P^T V and P the softmax of the keys over pixels.
 //
 // With dC = Q^T dY:  dQ = dY C^T,  dV = P dC,  and dK = P * (V dC^T - z), where z[k] = sum over v of C[k, v] dC[k, v]
-// is the mean of V dC^T under P. A head of an image is one unit of work, and P is computed again.
+// is the mean of V dC^T under P, which is computed again. A unit of work is a head of an image, or several narrow ones.
 #include "exponential.h"
 #include "head_blocks.h"
+#include "lanes.h"
 #include "threads.h"
 
 namespace {
@@ -21,21 +22,23 @@ struct ContextGradient {
     int images, pixels, heads, key, value, threads;
 };
 
-// The memory of one thread. d_context: [key][value]; turned, C as it is, and d_turned: [value][key]; offsets, maxima,
-// inverse: [key]; weights, slopes: [PIECE][key]; the last dimension in vectors.
+// What is known of one head of an image, in vectors: dC, [key][value]; C and dC turned, [value][key]; z, the largest keys
+// and 1 / sums of weights, [key].
 template <class T>
-struct Memory {
-    Scratch<T> d_context, turned, d_turned, offsets, maxima, inverse, weights, slopes;
+struct Head {
+    int64_t d_context, turned, d_turned, offsets, maxima, inverse, count;
 
-    explicit Memory(const ContextGradient& of)
-        : d_context(int64_t(of.key) * vectors_of<T>(of.value)),
-          turned(int64_t(of.value) * vectors_of<T>(of.key)),
-          d_turned(int64_t(of.value) * vectors_of<T>(of.key)),
-          offsets(vectors_of<T>(of.key)),
-          maxima(vectors_of<T>(of.key)),
-          inverse(vectors_of<T>(of.key)),
-          weights(PIECE * vectors_of<T>(of.key)),
-          slopes(PIECE * vectors_of<T>(of.key)) {}
+    explicit Head(const ContextGradient& of) {
+        const int64_t key = vectors_of<T>(of.key);
+        Layout take;
+        d_context = take(of.key * vectors_of<T>(of.value));
+        turned = take(of.value * key);
+        d_turned = take(of.value * key);
+        offsets = take(key);
+        maxima = take(key);
+        inverse = take(key);
+        count = take.end;
+    }
 };
 
 constexpr int SUMS = 8;  // vectors of sums that are made together
@@ -78,92 +81,116 @@ inline void multiply_all(const float* left, int64_t left_pixel, int inner, const
         });
 }
 
-// dC, dC and C turned, and z.
+// Calls f with each PIECE of the pixels: the first, and how many they are.
+template <class F>
+void for_pieces(const ContextGradient& of, F&& f) {
+    for (int first = 0; first < of.pixels; first += PIECE) f(first, of.pixels - first < PIECE ? of.pixels - first : PIECE);
+}
+
+// Of one head: dC is there, and what follows from it is added.
 template <class T>
-void differentiate_context(const ContextGradient& of, const float* queries, const float* gradient, const float* context,
-                           const Memory<T>& memory) {
-    constexpr int N = Of<T>::numbers;
-    const int row = vectors_of<T>(of.value) * N, turned_row = vectors_of<T>(of.key) * N;
-    float *const d_context = floats(memory.d_context.data), *const offsets = floats(memory.offsets.data);
-    float *const turned = floats(memory.turned.data), *const d_turned = floats(memory.d_turned.data);
-    for (int i = 0; i < of.key * row; i++) d_context[i] = 0;
-    for (int i = 0; i < of.value * turned_row; i++) turned[i] = d_turned[i] = 0;
-    for (int i = 0; i < turned_row; i++) offsets[i] = 0;
-    for (int first = 0; first < of.pixels; first += PIECE) {
-        const int count = of.pixels - first < PIECE ? of.pixels - first : PIECE;
-        add_all_outer_products(queries + first * of.queries.pixel, of.queries.pixel, of.key,
-                               gradient + first * of.gradient.pixel, of.gradient.pixel, of.value, count,
-                               memory.d_context.data);
-    }
+void prepare_head(const ContextGradient& of, const Head<T>& at, const float* context, const float* softmax, T* known) {
+    const int row = vectors_of<T>(of.value) * Of<T>::numbers, turned_row = vectors_of<T>(of.key) * Of<T>::numbers;
+    const float* const d_context = floats(known + at.d_context);
+    float *const turned = floats(known + at.turned), *const d_turned = floats(known + at.d_turned);
+    float *const offsets = floats(known + at.offsets), *const maxima = floats(known + at.maxima);
+    float* const inverse = floats(known + at.inverse);
     for (int i = 0; i < of.key; i++) {
+        float offset = 0;
         for (int c = 0; c < of.value; c++) {
-            turned[c * turned_row + i] = context[i * of.value + c];
-            d_turned[c * turned_row + i] = d_context[i * row + c];
-            offsets[i] += context[i * of.value + c] * d_context[i * row + c];
+            const float one = context[i * of.value + c], d_one = d_context[i * row + c];
+            turned[c * turned_row + i] = one;
+            d_turned[c * turned_row + i] = d_one;
+            offset += one * d_one;
         }
+        offsets[i] = offset;
+        maxima[i] = softmax[i];
+        inverse[i] = softmax[int64_t(of.images) * of.heads * of.key + i];
     }
 }
 
-// Of one head: where each of the maps begins.
-struct Head {
-    const float *queries, *keys, *values, *gradient;
-    float *d_queries, *d_keys, *d_values;
-};
-
+// The gradients of one head of a piece; weights and slopes: memory for [PIECE][key].
 template <class T>
-void differentiate_pixels(const ContextGradient& of, const Head& at, int first, int count, const Memory<T>& memory) {
+void differentiate_piece(const ContextGradient& of, const Head<T>& at, const T* known, int64_t image, int head,
+                         int first, int count, T* weights, T* slopes) {
     constexpr int N = Of<T>::numbers;
     const int row = vectors_of<T>(of.key);
-    T *const weights = memory.weights.data, *const slopes = memory.slopes.data;
+    const auto start = [&](const Pixels& map, int width) {
+        return map.data + image * map.image + first * map.pixel + head * width;
+    };
+    const float* const keys = start(of.keys, of.key);
+    float* const d_keys = start(of.d_keys, of.key);
     for (int pixel = 0; pixel < count; pixel++)
         for (int i = 0; i < row; i++) {
-            const float* const key = at.keys + (first + pixel) * of.keys.pixel + i * N;
-            const T above = load_some<T>(key, of.key - i * N) - memory.maxima.data[i];
-            weights[pixel * row + i] = exponential<T, typename Of<T>::Bits>(above) * memory.inverse.data[i];
+            const T above = load_some<T>(keys + pixel * of.keys.pixel + i * N, of.key - i * N) - known[at.maxima + i];
+            weights[pixel * row + i] = exponential<T, typename Of<T>::Bits>(above) * known[at.inverse + i];
         }
-    multiply_all(at.gradient + first * of.gradient.pixel, of.gradient.pixel, of.value, memory.turned.data, of.key,
-                 count, of.add, at.d_queries + first * of.d_queries.pixel, of.d_queries.pixel);
-    multiply_all(floats(weights), row * N, of.key, memory.d_context.data, of.value, count, of.add,
-                 at.d_values + first * of.d_values.pixel, of.d_values.pixel);
-    multiply_all(at.values + first * of.values.pixel, of.values.pixel, of.value, memory.d_turned.data, of.key, count,
-                 false, floats(slopes), row * N);
+    multiply_all(start(of.gradient, of.value), of.gradient.pixel, of.value, known + at.turned, of.key, count, of.add,
+                 start(of.d_queries, of.key), of.d_queries.pixel);
+    multiply_all(floats(weights), row * N, of.key, known + at.d_context, of.value, count, of.add,
+                 start(of.d_values, of.value), of.d_values.pixel);
+    multiply_all(start(of.values, of.value), of.values.pixel, of.value, known + at.d_turned, of.key, count, false,
+                 floats(slopes), row * N);
     for (int pixel = 0; pixel < count; pixel++)
         for (int i = 0; i < row; i++) {
             const int one = pixel * row + i;
-            store_some(at.d_keys + (first + pixel) * of.d_keys.pixel + i * N,
-                       weights[one] * (slopes[one] - memory.offsets.data[i]), of.key - i * N);
+            store_some(d_keys + pixel * of.d_keys.pixel + i * N,
+                       weights[one] * (slopes[one] - known[at.offsets + i]), of.key - i * N);
         }
 }
 
+// `count` heads of an image; known: memory for them, zeros where rows are filled up.
 template <class T>
-void differentiate(const ContextGradient& of, int64_t image, int64_t head, const Memory<T>& memory) {
-    const auto start = [&](const Pixels& map, int width) { return map.data + image * map.image + head * width; };
-    const Head at{start(of.queries, of.key),    start(of.keys, of.key),     start(of.values, of.value),
-                  start(of.gradient, of.value), start(of.d_queries, of.key), start(of.d_keys, of.key),
-                  start(of.d_values, of.value)};
-    const int64_t unit = image * of.heads + head;
-    differentiate_context(of, at.queries, at.gradient, of.context + unit * of.key * of.value, memory);
-    const float* const maxima = of.softmax + unit * of.key;
-    const float* const inverse = maxima + int64_t(of.images) * of.heads * of.key;
-    constexpr int N = Of<T>::numbers;
-    for (int i = 0; i < vectors_of<T>(of.key); i++) {
-        memory.maxima.data[i] = load_some<T>(maxima + i * N, of.key - i * N);
-        memory.inverse.data[i] = load_some<T>(inverse + i * N, of.key - i * N);
+void differentiate(const ContextGradient& of, const Head<T>& at, int64_t image, int first_head, int count, T* known,
+                   T* weights, T* slopes) {
+    const auto start = [&](const Pixels& map, int pixel) { return map.data + image * map.image + pixel * map.pixel; };
+    for (int i = 0; i < count; i++)
+        for (int64_t j = 0; j < at.turned; j++) known[i * at.count + at.d_context + j] = T{};
+    for_pieces(of, [&](int first, int pixels) {
+        for (int i = 0; i < count; i++)
+            add_all_outer_products(start(of.queries, first) + (first_head + i) * of.key, of.queries.pixel, of.key,
+                                   start(of.gradient, first) + (first_head + i) * of.value, of.gradient.pixel,
+                                   of.value, pixels, known + i * at.count + at.d_context);
+    });
+    for (int i = 0; i < count; i++) {
+        const int64_t number = image * of.heads + first_head + i;
+        prepare_head(of, at, of.context + number * of.key * of.value, of.softmax + number * of.key,
+                     known + i * at.count);
     }
-    for (int first = 0; first < of.pixels; first += PIECE)
-        differentiate_pixels(of, at, first, of.pixels - first < PIECE ? of.pixels - first : PIECE, memory);
+    for_pieces(of, [&](int first, int pixels) {
+        for (int i = 0; i < count; i++)
+            differentiate_piece(of, at, known + i * at.count, image, first_head + i, first, pixels, weights, slopes);
+    });
+}
+
+// Heads whose channels are worked on together, piece by piece: those that memory gives at once, if all threads have work.
+int heads_together(const ContextGradient& of) {
+    int together = 1;
+    while (together < of.heads && together * of.key < 2 * CACHE_LINE &&
+           of.images * (of.heads / (2 * together)) >= of.threads)
+        together *= 2;
+    return together;
 }
 
 }  // namespace
 
 extern "C" void differentiate_context_vectors(const ContextGradient* gradient) {
     const ContextGradient& of = *gradient;
+    const int together = heads_together(of);
+    const int groups = (of.heads + together - 1) / together;
     std::atomic<int64_t> next{0};
     with_vector(of.key, of.value, [&](auto vector) {
+        typedef decltype(vector) T;
+        const Head<T> at(of);
         in_threads(of.threads, [&] {
-            const Memory<decltype(vector)> memory(of);
-            for_units(next, int64_t(of.images) * of.heads,
-                      [&](int64_t unit) { differentiate(of, unit / of.heads, unit % of.heads, memory); });
+            Scratch<T> known(together * at.count);
+            for (int64_t i = 0; i < together * at.count; i++) known.data[i] = T{};
+            Scratch<T> weights(PIECE * vectors_of<T>(of.key)), slopes(PIECE * vectors_of<T>(of.key));
+            for_units(next, int64_t(of.images) * groups, [&](int64_t unit) {
+                const int first = static_cast<int>(unit % groups) * together;
+                const int count = of.heads - first < together ? of.heads - first : together;
+                differentiate(of, at, unit / groups, first, count, known.data, weights.data, slopes.data);
+            });
         });
     });
 }

@@ -11,8 +11,9 @@
 
 namespace {
 
-constexpr int STRIP = 8;    // attending pixels whose dS is kept
-constexpr int OFFSETS = 2;  // of dR, whose sums are made together
+constexpr int KEPT = 1 << 11;  // vectors of dS, for a strip of attending pixels
+constexpr int OFFSETS = 2;     // of dR, whose sums are made together
+constexpr int AROUND = 1;      // zeros at both ends of a line, for PIXELS and OFFSETS of which some are no pixels
 
 struct LineGradient {
     Map queries, values, gradient, output, d_queries, d_values;
@@ -28,25 +29,26 @@ struct LineGradient {
 };
 
 // The vectors of one group: queries and d_queries [x][key], values, gradient and d_values [i][value], scores
-// [PIXELS][piece], dS as d_scores [STRIP][row], with zeros at both ends: what lies there is no pixel; dR as
+// [TILE][piece], dS as d_scores [strip][row], with zeros at both ends: what lies there is no pixel; dR as
 // d_embeddings [offset][key], of all groups of a share together; channels [4][value], what is known of a norm; and
 // others [i][value], what was normalised, without scale and shift, or the output.
 struct Vectors {
-    int piece, row;
+    int piece, row, strip;
     int64_t queries, values, gradient, d_queries, d_values, scores, d_scores, d_embeddings, channels, others, count;
 
     explicit Vectors(const LineGradient& of) {
         const int64_t length = of.length;
         piece = cached_pixels(of.value);
-        row = of.length + 2 * STRIP;
+        row = of.length + 2 * AROUND;
+        strip = KEPT / row < TILE ? TILE : KEPT / row < of.length ? KEPT / row : of.length;
         Layout take;
         queries = take(length * of.key);
         d_queries = take(length * of.key);
         values = take(length * of.value);
         gradient = take(length * of.value);
         d_values = take(length * of.value);
-        scores = take(PIXELS * piece);
-        d_scores = take(STRIP * row);
+        scores = take(TILE * piece);
+        d_scores = take(int64_t(strip) * row);
         d_embeddings = take((2 * length - 1) * of.key);
         channels = take(of.norm || of.coefficients ? 4 * of.value : 0);
         others = take(of.norm || of.coefficients ? length * of.value : 0);
@@ -59,12 +61,15 @@ void differentiate_values(const LineGradient& of, const Vectors& at, Vector* vec
     Vector* const scores = vectors + at.scores;
     for (int first = 0; first < of.length; first += at.piece) {
         const int count = of.length - first < at.piece ? of.length - first : at.piece;
-        for_pixels(of.length, [&](int i, auto pixels) {
-            constexpr int I = decltype(pixels)::value;
+        for_tiles(of.length, [&](int i, auto tile) {
+            constexpr int I = decltype(tile)::value;
             const float* const window = of.embeddings + int64_t(of.length - 1 + i - first) * of.key;
             score_attending<I>(vectors + at.queries + first * of.key, of.key, window, count, scores, at.piece);
-            mix_channels<I>(scores, at.piece, 1, vectors + at.gradient + first * of.value, count, of.value, first > 0,
-                            vectors + at.d_values + i * of.value);
+            for_pixels(I, [&](int j, auto pixels) {
+                mix_channels<decltype(pixels)::value>(scores + j * at.piece, at.piece, 1,
+                                                      vectors + at.gradient + first * of.value, count, of.value,
+                                                      first > 0, vectors + at.d_values + (i + j) * of.value);
+            });
         });
     }
 }
@@ -72,7 +77,7 @@ void differentiate_values(const LineGradient& of, const Vectors& at, Vector* vec
 // d_queries of a strip of pixels, and what they add to d_embeddings.
 void differentiate_strip(const LineGradient& of, const Vectors& at, int first, int count, Vector* vectors) {
     const Vector* const gradient = vectors + at.gradient + first * of.value;
-    Vector* const d_scores = vectors + at.d_scores + STRIP;  // at the first pixel of the line
+    Vector* const d_scores = vectors + at.d_scores + AROUND;  // at the first pixel of the line
     for_pixels(count, [&](int x, auto pixels) {
         constexpr int X = decltype(pixels)::value;
         dot_pixels<X>(gradient + x * of.value, vectors + at.values, of.value, of.length, d_scores + x * at.row, at.row);
@@ -81,12 +86,16 @@ void differentiate_strip(const LineGradient& of, const Vectors& at, int first, i
                                of.embeddings + int64_t(of.length - 1 + lowest) * of.key, of.length + X - 1, of.key,
                                vectors + at.d_queries + (first + x) * of.key);
     });
-    const int lowest = -(first + count - 1), offsets = of.length + count - 1;
-    for (int o = 0; o < offsets; o += OFFSETS)
-        with_known<OFFSETS>(offsets - o, [&](auto together) {
-            add_window_channels<decltype(together)::value>(
-                d_scores + first + lowest + o, at.row, vectors + at.queries + first * of.key, count, of.key,
-                vectors + at.d_embeddings + int64_t(of.length - 1 + lowest + o) * of.key);
+    const int lowest = -(first + count - 1), highest = of.length - 1 - first;
+    for (int o = lowest; o <= highest; o += OFFSETS)
+        with_known<OFFSETS>(highest + 1 - o, [&](auto together) {
+            constexpr int O = decltype(together)::value;
+            // Of the strip, the pixels that attend to one of the line at one of these offsets.
+            const int begin = first + o + O > 0 ? 0 : 1 - first - o - O;
+            const int end = of.length - first - o < count ? of.length - first - o : count;
+            add_window_channels<O>(d_scores + begin * at.row + first + begin + o, at.row,
+                                   vectors + at.queries + (first + begin) * of.key, end - begin, of.key,
+                                   vectors + at.d_embeddings + int64_t(of.length - 1 + o) * of.key);
         });
 }
 
@@ -142,8 +151,8 @@ void differentiate(const LineGradient& of, const Vectors& at, const Group& group
         clear(d_queries, int64_t(of.length) * of.key);
 
     differentiate_values(of, at, vectors);
-    for (int first = 0; first < of.length; first += STRIP)
-        differentiate_strip(of, at, first, of.length - first < STRIP ? of.length - first : STRIP, vectors);
+    for (int first = 0; first < of.length; first += at.strip)
+        differentiate_strip(of, at, first, of.length - first < at.strip ? of.length - first : at.strip, vectors);
 
     if (d_norm)
         add_sums(group, d_values, vectors + at.others, of.length, of.value, of.heads * of.value, d_norm);
@@ -163,7 +172,7 @@ extern "C" void differentiate_along_lines(const LineGradient* lines) {
     std::atomic<int64_t> next{0};
     in_threads(of.threads, [&] {
         Scratch<Vector> vectors(at.count);
-        clear(vectors.data + at.d_scores, STRIP * at.row);
+        clear(vectors.data + at.d_scores, int64_t(at.strip) * at.row);
         Vector* const d_embeddings = vectors.data + at.d_embeddings;
         for_units(next, of.shares, [&](int64_t share) {
             clear(d_embeddings, numbers);

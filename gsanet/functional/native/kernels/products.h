@@ -49,8 +49,8 @@ inline void score_attended(const Vector* queries, int width, const float* window
 // Of I attended pixels, all attending ones: scores [i][row].
 template <int I>
 inline void score_attending(const Vector* queries, int width, const float* window, int count, Vector* scores, int row) {
-    for_tiles(count, [&](int x, auto tile) {
-        score<decltype(tile)::value, I>(queries + x * width, width, window - x * width, scores + x, 1, row);
+    for_pixels(count, [&](int x, auto pixels) {
+        score<decltype(pixels)::value, I>(queries + x * width, width, window - x * width, scores + x, 1, row);
     });
 }
 
