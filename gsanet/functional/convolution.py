@@ -1,8 +1,9 @@
 """A convolution with what follows it in inference: bias, residual and ReLU in one pass over memory.
 
 On an NVIDIA GPU, in 16 bits, it is an operator around cuDNN's fused convolutions, to which neither eager PyTorch nor
-`torch.compile` comes by itself, and around kernels of this package for 1x1 convolutions. Everywhere else
-it is PyTorch's own operations, which any device, exporter and autograd know.
+`torch.compile` comes by itself, and around kernels of this package for 1x1 convolutions. On a CPU, in float32, 1x1
+convolutions of few pixels are a kernel too, and with one thread all of them. Everywhere else it is PyTorch's own
+operations, which any device, exporter and autograd know.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,6 +17,7 @@ from gsanet.functional.blocks import pays, to_blocks
 from gsanet.functional.exporting import is_exporting
 from gsanet.functional.fused import pointwise
 from gsanet.functional.inference_only import refuse_gradients
+from gsanet.functional.native import pointwise as native_pointwise
 from gsanet.functional.transforms import is_transformed
 
 __all__ = ["convolution_relu", "pointwise_convolution"]
@@ -52,7 +54,8 @@ def convolution_relu(
             x, weight = to_blocks(x, weight, padding)
             stride, padding = (1, 1), (0, 0)
         return fused_convolution_relu(x, weight, bias, residual, stride, padding, dilation)
-    return _in_steps(x, weight, bias, residual, stride, padding, dilation)
+    out = native_pointwise.convolve(x, weight, bias, residual, relu=True, stride=stride, padding=padding)
+    return _in_steps(x, weight, bias, residual, stride, padding, dilation) if out is None else out
 
 
 def pointwise_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1)) -> Tensor:
@@ -66,7 +69,8 @@ def pointwise_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride
     """
     if pointwise.wanted and is_for_operators(x, weight, *(() if bias is None else (bias,))):
         return fused_pointwise_convolution(x, weight, bias, stride)
-    return F.conv2d(x, weight, bias, tuple(stride))
+    out = native_pointwise.convolve(x, weight, bias, relu=False, stride=stride)
+    return F.conv2d(x, weight, bias, tuple(stride)) if out is None else out
 
 
 def is_for_operators(x: Tensor, *others: Tensor) -> bool:

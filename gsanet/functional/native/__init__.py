@@ -1,8 +1,8 @@
 """The backend `native`: attention on a CPU in C++ kernels, compiled at first use by the compiler that is there.
 
 Scores never leave the first cache. `compiler` is the way from source to a loaded library, `calls` has one function for
-each kernel, `layer_ops` the two layers as operators, `module_ops` whole modules, `module` is these in evaluation, and
-`kernels` the source.
+each kernel, `layer_ops` the two layers as operators, `module_ops` whole modules, `module` is these in evaluation,
+`pointwise` 1x1 convolutions in inference, and `kernels` the source.
 """
 
 from collections.abc import Sequence
@@ -104,6 +104,21 @@ def _is_differentiated(
 def refuses(operation: Operation, *arguments: Any, **settings: Any) -> str | None:
     """Why this backend cannot take a call, or None."""
     first = arguments[0]
+    tensors = [one for one in arguments if isinstance(one, Tensor)]
+    if (reason := refuses_kind(first, tensors)) is not None:
+        return reason
+    if first.numel() < FEW or not all(map(Tensor.numel, tensors)):
+        return f"a map of {first.numel()} numbers is too small to compile kernels for"
+    if operation == "global_self_attention_map":
+        reason = _refuses_map(*arguments, **settings)
+    else:
+        values = tensors[2 if operation == "content_attention" else 1]
+        reason = _refuses_size(first.shape[1:3], (first.shape[4], values.shape[4]))
+    return _unavailable() if reason is None else reason
+
+
+def refuses_kind(first: Tensor, tensors: Sequence[Tensor]) -> str | None:
+    """Why no kernel takes these tensors, of which the first stands for all in dtype and device, or None."""
     if is_transformed():
         return "its kernels take no part in torch.func's transforms"
     if not first.is_cpu:
@@ -113,17 +128,9 @@ def refuses(operation: Operation, *arguments: Any, **settings: Any) -> str | Non
         return "exports have PyTorch's own operators"
     if first.dtype != torch.float32:
         return f"its kernels compute in float32, not in {first.dtype}"
-    tensors = [one for one in arguments if isinstance(one, Tensor)]
     if (not compiling and is_in_torch_dispatch_mode()) or not _are_plain(tensors):
         return "it takes plain tensors only, with nothing that watches operators"
-    if first.numel() < FEW or not all(map(Tensor.numel, tensors)):
-        return f"a map of {first.numel()} numbers is too small to compile kernels for"
-    if operation == "global_self_attention_map":
-        reason = _refuses_map(*arguments, **settings)
-    else:
-        values = tensors[2 if operation == "content_attention" else 1]
-        reason = _refuses_size(first.shape[1:3], (first.shape[4], values.shape[4]))
-    return _unavailable() if reason is None else reason
+    return None
 
 
 @torch.compiler.assume_constant_result

@@ -1,5 +1,6 @@
 """One function for each kernel: tensors to its arguments. Each structure mirrors the one of the kernel's file."""
 
+from collections.abc import Sequence
 from ctypes import Structure, byref, c_float, c_int, c_int64, c_void_p
 from typing import Any, NamedTuple
 
@@ -100,6 +101,17 @@ class Module(Structure):
         ("out", c_void_p), ("out_image", c_int64), ("out_line", c_int64), ("out_pixel", c_int64),
         ("content", c_int), ("images", c_int), ("lines", c_int), ("length", c_int), ("channels", c_int),
         ("heads", c_int), ("key", c_int), ("value", c_int), ("threads", c_int),
+    )  # fmt: skip
+
+
+class Pointwise(Structure):
+    """The arguments of `kernels/pointwise.cpp`."""
+
+    _fields_ = (
+        ("x", c_void_p), ("x_image", c_int64), ("x_row", c_int64), ("x_pixel", c_int64), ("x_channel", c_int64),
+        ("weight", c_void_p), ("bias", c_void_p), ("residual", c_void_p), ("out", c_void_p),
+        ("relu", c_int), ("images", c_int), ("rows", c_int), ("length", c_int), ("channels", c_int),
+        ("outputs", c_int), ("threads", c_int),
     )  # fmt: skip
 
 
@@ -292,6 +304,39 @@ def attend_as_module(
         content, batch, lines, length, channels, heads, key, dim_out // heads, torch.get_num_threads(),
     )  # fmt: skip
     library().attend_as_module(byref(arguments))
+
+
+def convolve_pointwise(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    *,
+    relu: bool,
+    stride: Sequence[int],
+) -> Tensor:
+    """A 1x1 convolution with what comes behind it.
+
+    Args:
+        x: (batch, channel, x, y), of any strides.
+        weight: (output, channel), contiguous.
+        bias: (output,), contiguous; or None.
+        residual: Added before the ReLU, of the output's shape and as it lies in memory; or None.
+        out: Where the output goes, channels-last.
+        relu: Whether a ReLU is the last of it.
+        stride: Down and along.
+    """
+    batch, channels = x.shape[:2]
+    outputs, height, width = out.shape[1:]
+    image, channel, row, pixel = x.stride()
+    arguments = Pointwise(
+        x.data_ptr(), image, row * stride[0], pixel * stride[1], channel,
+        weight.data_ptr(), _pointer(bias), _pointer(residual), out.data_ptr(),
+        relu, batch, height, width, channels, outputs, torch.get_num_threads(),
+    )  # fmt: skip
+    library().convolve_pointwise(byref(arguments))
+    return out
 
 
 def side_by_side(x: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ ENTRIES = (
     "context_vectors",
     "differentiate_context_vectors",
     "attend_as_module",
+    "convolve_pointwise",
 )
 _FORMAT = 1  # of the files in the cache
 _lock = threading.Lock()

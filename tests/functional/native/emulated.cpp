@@ -14,6 +14,7 @@ void differentiate_along_lines(const void*);
 void context_vectors(const void*);
 void differentiate_context_vectors(const void*);
 void attend_as_module(const void*);
+void convolve_pointwise(const void*);
 }
 
 const struct {
@@ -25,6 +26,7 @@ const struct {
     {"context_vectors", context_vectors},
     {"differentiate_context_vectors", differentiate_context_vectors},
     {"attend_as_module", attend_as_module},
+    {"convolve_pointwise", convolve_pointwise},
 };
 
 bool read_number(int64_t& number) { return fread(&number, sizeof number, 1, stdin) == 1; }

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from functional.native.test_training import assert_close_to_double, make_module
 from helpers import gradients, maps, relative_error, table
 from torch import Tensor, nn
 
 from gsanet import GlobalSelfAttention
 from gsanet.functional import content_attention, native, positional_attention, use_backend
-from gsanet.functional.native import calls, compiler
+from gsanet.functional.convolution import convolution_relu
+from gsanet.functional.native import calls, compiler, pointwise
 
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = next(filter(shutil.which, ("qemu-aarch64", "qemu-aarch64-static")), None)
@@ -151,3 +153,14 @@ def test_whole_module(heads, dim, settings):
 def test_training(settings):
     module = make_module(9, 7, **settings)
     assert_close_to_double(module, torch.randn(2, module.dim, 9, 7).to(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize(("channels", "outputs", "stride"), [(24, 40, 1), (33, 70, 2)])
+def test_pointwise_convolution(channels, outputs, stride, monkeypatch):
+    monkeypatch.setattr(pointwise, "FEWEST_WEIGHTS", 1)
+    x = torch.randn(2, channels, 5, 7).to(memory_format=torch.channels_last)
+    weight, bias = torch.randn(outputs, channels, 1, 1), torch.randn(outputs)
+    expected = F.conv2d(x.double(), weight.double(), bias.double(), stride)
+    residual = torch.randn(expected.shape).to(memory_format=torch.channels_last)
+    found = convolution_relu(x, weight, bias, residual, (stride, stride))
+    assert relative_error(found, (expected + residual).relu()) < ROUNDING

@@ -8,22 +8,6 @@ constexpr int PIECE = 64;                    // pixels whose weights are kept in
 constexpr int TOGETHER = BLOCK < 8 ? 4 : 2;  // vectors of channels that are multiplied together
 constexpr int ROWS = BLOCK;                  // channels whose products with these are summed together
 
-// What a vector is made of.
-template <class T>
-struct Of;
-template <>
-struct Of<Block> {
-    static constexpr int numbers = BLOCK;
-    typedef Integers Bits;
-};
-#if defined(__AVX512F__)  // elsewhere both are one
-template <>
-struct Of<Vector> {
-    static constexpr int numbers = LANES;
-    typedef ::Bits Bits;
-};
-#endif
-
 template <class T>
 inline int vectors_of(int channels) {
     return (channels + Of<T>::numbers - 1) / Of<T>::numbers;
@@ -36,25 +20,6 @@ inline void with_vector(int key, int value, F&& f) {
         f(Vector{});
     else
         f(Block{});
-}
-
-// A vector, or the `count` numbers that are left.
-template <class T>
-inline T load_some(const float* from, int count) {
-    T vector = {};
-    if (count >= Of<T>::numbers)
-        __builtin_memcpy(&vector, from, sizeof vector);  // from any address
-    else
-        for (int i = 0; i < count; i++) vector[i] = from[i];
-    return vector;
-}
-
-template <class T>
-inline void store_some(float* to, T vector, int count) {
-    if (count >= Of<T>::numbers)
-        __builtin_memcpy(to, &vector, sizeof vector);
-    else
-        for (int i = 0; i < count; i++) to[i] = vector[i];
 }
 
 // sums[i * row] += sum over pixels of left[pixel][i] * right[pixel]: R channels of left, and V vectors of right, of

@@ -4,7 +4,6 @@
 // Vectors hold one number of LANES pairs of a line and a head, as everywhere here. The projection writes them as such:
 // its weights are packed with the heads of a channel side by side. So a group of lines is projected, attends and is
 // handed over to the groups across without leaving the second cache, and nothing is turned but the output.
-#include <thread>
 #include <vector>
 
 #include "attention.h"
@@ -132,10 +131,6 @@ struct Progress {
 
     explicit Progress(int images) : along(images), across(images) {}
 };
-
-inline void wait_for(const std::atomic<int>& done, int count) {
-    while (done.load(std::memory_order_acquire) < count) std::this_thread::yield();
-}
 
 // Takes groups as long as there are any: those along the lines of an image, those across the lines of the one before,
 // and so on. So nobody waits but for what others are at work on already, and few images are in memory at a time.

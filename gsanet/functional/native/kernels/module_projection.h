@@ -3,6 +3,29 @@
 
 #include "module.h"
 
+// Where the outputs of a tile go: block b of pixel p to at[b] + x[p] * step[b] + lane[p].
+struct Places {
+    float* at[WIDE * BLOCKS];
+    int64_t step[WIDE * BLOCKS];
+    int64_t x[TALL], lane[TALL];
+};
+
+// P pixels times WIDE vectors of weights, block by block to their places.
+template <int P>
+inline void project(const float* pixels, const Vector* weights, int channels, const Places& to) {
+    Vector sums[P][WIDE];
+    multiply_tile(pixels, weights, channels, sums);
+    UNROLLED for (int p = 0; p < P; p++)
+        UNROLLED for (int i = 0; i < WIDE; i++) {
+            Block blocks[BLOCKS];
+            __builtin_memcpy(blocks, &sums[p][i], sizeof blocks);
+            UNROLLED for (int b = 0; b < BLOCKS; b++) {
+                const int block = i * BLOCKS + b;
+                store_block(to.at[block] + to.x[p] * to.step[block] + to.lane[p], blocks[b]);
+            }
+        }
+}
+
 // One panel of the weights of a set: the rows of WIDE * LANES / slot channels, all heads of one before the next.
 inline void pack_panel(const Module& of, const Shared& at, int set, int panel, Vector* to) {
     const int slot = at.lanes.slot;
@@ -22,16 +45,6 @@ inline void pack_panel(const Module& of, const Shared& at, int set, int panel, V
         rows[i] = there ? of.weight + int64_t(first + head * width + c) * of.channels : nullptr;
     }
     pack_weights(rows, of.channels, to);
-}
-
-// The pixels of a group of lines, tile behind tile; calls f with each: where it begins, and how many pixels it has.
-template <class F>
-inline void for_pixel_tiles(int count, F&& f) {
-    const int tiles = divide_up(count, TALL);
-    for (int tile = 0; tile < tiles; tile++) {
-        const int first = count * tile / tiles;
-        f(first, count * (tile + 1) / tiles - first);
-    }
 }
 
 // Pixel by pixel, all lines of a pixel before the next.

@@ -1,4 +1,4 @@
-// The product that makes q, k and v of pixels, with weights in the order in which attention wants its lanes.
+// Products of pixels and weights: a tile of pixels times a panel of weights, both packed first.
 #pragma once
 
 #include "vectors.h"
@@ -52,17 +52,21 @@ inline void pack_pixels(const float* const* pixels, int count, int channels, int
         for (int p = 0; p < count; p++) to[c * count + p] = pixels[p][c * step];
 }
 
-// Where the outputs of a tile go: block b of pixel p to at[b] + x[p] * step[b] + lane[p].
-struct Places {
-    float* at[WIDE * BLOCKS];
-    int64_t step[WIDE * BLOCKS];
-    int64_t x[TALL], lane[TALL];
-};
+// Calls f with each tile of `count` pixels: where it begins, and how many it has.
+template <class F>
+inline void for_pixel_tiles(int count, F&& f) {
+    const int tiles = divide_up(count, TALL);
+    for (int tile = 0; tile < tiles; tile++) {
+        const int first = count * tile / tiles;
+        f(first, count * (tile + 1) / tiles - first);
+    }
+}
 
-// P pixels times WIDE vectors of weights. pixels: [channel][P]. weights: [channel][WIDE].
+// sums = P pixels times WIDE vectors of weights. pixels: [channel][P]. weights: [channel][WIDE].
 template <int P>
-inline void project(const float* pixels, const Vector* weights, int channels, const Places& to) {
-    Vector sums[P][WIDE] = {};
+inline void multiply_tile(const float* pixels, const Vector* weights, int channels, Vector (&sums)[P][WIDE]) {
+    UNROLLED for (int p = 0; p < P; p++)
+        UNROLLED for (int i = 0; i < WIDE; i++) sums[p][i] = Vector{};
     for (int c = 0; c < channels; c++) {
         Vector weight[WIDE];
         UNROLLED for (int i = 0; i < WIDE; i++) weight[i] = weights[c * WIDE + i];
@@ -71,13 +75,4 @@ inline void project(const float* pixels, const Vector* weights, int channels, co
             UNROLLED for (int i = 0; i < WIDE; i++) sums[p][i] += weight[i] * pixel;
         }
     }
-    UNROLLED for (int p = 0; p < P; p++)
-        UNROLLED for (int i = 0; i < WIDE; i++) {
-            Block blocks[BLOCKS];
-            __builtin_memcpy(blocks, &sums[p][i], sizeof blocks);
-            UNROLLED for (int b = 0; b < BLOCKS; b++) {
-                const int block = i * BLOCKS + b;
-                store_block(to.at[block] + to.x[p] * to.step[block] + to.lane[p], blocks[b]);
-            }
-        }
 }

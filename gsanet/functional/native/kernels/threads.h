@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <thread>
 
 // GOMP_parallel, which GCC's, LLVM's and Intel's OpenMP have: calls `work` in so many threads, or fewer, of which this
 // is one, and waits until it has returned in all of them.
@@ -19,4 +20,9 @@ inline void in_threads(int threads, F&& f) {
 template <class F>
 inline void for_units(std::atomic<int64_t>& next, int64_t count, F&& f) {
     for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < count;) f(unit);
+}
+
+// Until others have done so much, which they are at work on.
+inline void wait_for(const std::atomic<int>& done, int count) {
+    while (done.load(std::memory_order_acquire) < count) std::this_thread::yield();
 }

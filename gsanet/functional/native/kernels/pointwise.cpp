@@ -1,0 +1,94 @@
+// A 1x1 convolution with what comes behind it, a bias, a sum and a ReLU: a product for each pixel.
+//
+// Some pixels at a time are packed and shared by all threads, and each panel of weights is packed where it is used, by one
+// thread, for all of these pixels.
+#include "lanes.h"
+#include "projection.h"
+#include "threads.h"
+
+namespace {
+
+struct Pointwise {
+    const float* x;
+    int64_t x_image, x_row, x_pixel, x_channel;  // distances, in numbers; those of rows and pixels are the stride's
+    const float* weight;                         // (output, channel)
+    const float *bias, *residual;                // (output), and as out; or null
+    float* out;                                  // (image, row, pixel, output)
+    int relu, images, rows, length, channels, outputs, threads;
+};
+
+constexpr int PANEL = WIDE * LANES;  // outputs whose weights are packed together
+constexpr int TOGETHER = 1 << 10;    // pixels at a time, at most: so many that packing weights again costs next to nothing
+
+// One tile of pixels, as pack_pixels leaves them.
+void pack_tile(const Pointwise& of, int64_t first, int count, float* to) {
+    const float* pixels[TALL];
+    for (int p = 0; p < count; p++) {
+        const int64_t row = (first + p) / of.length;
+        pixels[p] = of.x + row / of.rows * of.x_image + row % of.rows * of.x_row + (first + p) % of.length * of.x_pixel;
+    }
+    pack_pixels(pixels, count, of.channels, of.x_channel, to);
+}
+
+// P pixels times a panel that begins at an output, and of whose outputs `present` are there.
+template <int P>
+inline void convolve_tile(const Pointwise& of, const float* pixels, const Vector* weights, int64_t first, int output,
+                          int present) {
+    Vector sums[P][WIDE];
+    multiply_tile(pixels, weights, of.channels, sums);
+    UNROLLED for (int i = 0; i < WIDE; i++) {
+        const int left = present - i * LANES;
+        const Vector bias = of.bias ? load_some<Vector>(of.bias + output + i * LANES, left) : Vector{};
+        UNROLLED for (int p = 0; p < P; p++) {
+            const int64_t place = int64_t(first + p) * of.outputs + output + i * LANES;
+            Vector sum = sums[p][i] + bias;
+            if (of.residual) sum += load_some<Vector>(of.residual + place, left);
+            if (of.relu) sum = sum < 0 ? Vector{} : sum;  // NaN stays NaN
+            store_some(of.out + place, sum, left);
+        }
+    }
+}
+
+// The packed pixels from `start` on times a panel.
+void convolve_panel(const Pointwise& of, int panel, int64_t start, int pixels, const float* packed, Vector* weights) {
+    const float* rows[PANEL];
+    const int output = panel * PANEL, present = of.outputs - output;
+    for (int i = 0; i < PANEL; i++) rows[i] = i < present ? of.weight + int64_t(output + i) * of.channels : nullptr;
+    pack_weights(rows, of.channels, weights);
+    for_pixel_tiles(pixels, [&](int first, int count) {
+        with_known<TALL>(count, [&](auto known) {
+            convolve_tile<decltype(known)::value>(of, packed + int64_t(first) * of.channels, weights, start + first,
+                                                  output, present);
+        });
+    });
+}
+
+void convolve_pixels(const Pointwise& of, int64_t start, int pixels, float* packed) {
+    const int tiles = divide_up(pixels, TALL);
+    std::atomic<int64_t> next_tile{0}, next_panel{0};
+    std::atomic<int> done{0};
+    in_threads(of.threads, [&] {
+        Scratch<Vector> weights(int64_t(of.channels) * WIDE);
+        for_units(next_tile, tiles, [&](int64_t tile) {
+            const int first = static_cast<int>(pixels * tile / tiles), end = static_cast<int>(pixels * (tile + 1) / tiles);
+            pack_tile(of, start + first, end - first, packed + int64_t(first) * of.channels);
+            done.fetch_add(1, std::memory_order_release);
+        });
+        wait_for(done, tiles);
+        for_units(next_panel, divide_up(of.outputs, PANEL), [&](int64_t panel) {
+            convolve_panel(of, static_cast<int>(panel), start, pixels, packed, weights.data);
+        });
+    });
+}
+
+}  // namespace
+
+extern "C" void convolve_pointwise(const Pointwise* pointwise) {
+    const Pointwise& of = *pointwise;
+    const int64_t pixels = int64_t(of.images) * of.rows * of.length, pieces = (pixels + TOGETHER - 1) / TOGETHER;
+    Scratch<float> packed((pixels < TOGETHER ? pixels : TOGETHER) * of.channels);
+    for (int64_t piece = 0; piece < pieces; piece++) {
+        const int64_t start = pixels * piece / pieces, end = pixels * (piece + 1) / pieces;
+        convolve_pixels(of, start, static_cast<int>(end - start), packed.data);
+    }
+}
