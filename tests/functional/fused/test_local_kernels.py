@@ -12,6 +12,7 @@ from helpers import gradients, relative_error
 
 from gsanet.functional import use_backend
 from gsanet.functional.fused.compiler import compile_all, unavailable
+from gsanet.functional.fused.local import LARGEST, WIDEST
 from gsanet.functional.fused.plan import maps, plan_local
 from gsanet.functional.local_ops import local_mix, local_scores, local_spread
 
@@ -109,6 +110,14 @@ def test_what_does_not_fit_together_is_refused(kernels):
     with kernels.running():
         local_spread(weights, leaf(kernels, FLOAT, 1, 5, 4, 2, 8, seed=3), 4, 4, 3, 1, 1)  # a row too many: not used
     assert not kernels.launched
+
+
+@pytest.mark.parametrize("window", [1, 7, LARGEST])
+@pytest.mark.parametrize("entry", ["local_scores", "local_mix", "local_spread"])
+def test_any_machine_has_room(entry, window):
+    plan = plan_local(entry, FLOAT, (8, 28, 28), 8, WIDEST, window, True)
+    assert plan.shared_bytes <= 99 * 1024
+    assert plan.threads == 32 * dict(plan.kernel.constants)["WARPS"]
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))

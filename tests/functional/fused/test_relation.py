@@ -131,6 +131,21 @@ def test_what_is_not_a_number_stays_with_its_windows(kernels):
             assert one[0, 7:, 7:].isfinite().all(), name
 
 
+def test_a_prior_that_shuts_rows_out(kernels):
+    """The first rows of the window have no weight: the largest score of nothing is not infinite."""
+    (q, k, prior, v), d_out, options = inputs(kernels, FLOAT, (1, 9, 8))
+    with torch.no_grad():
+        prior[:, : 2 * 7] = -torch.inf
+    with kernels.running():
+        found = run([q, k, prior, v], d_out, options)
+    with use_backend("torch"):
+        expected = run([q, k, prior, v], d_out, options)
+    assert kernels.entries >= ENTRIES
+    for name, mine, theirs in zip(NAMES, found, expected, strict=True):
+        assert mine.isfinite().all(), name
+        check_close(name, mine, theirs, FLOAT)
+
+
 def test_the_module_with_autocast(kernels):
     torch.manual_seed(0)
     x = torch.randn(2, 16, 7, 9).to(memory_format=torch.channels_last)

@@ -20,7 +20,7 @@ def position_sensitive_attention(projected: Tensor, tables: Tensor, content: Ten
         content: Factors, (head), in float32.
         out: (batch, x, y, part, head, channel).
     """
-    projected, tables = _movable(projected), tables.contiguous()
+    projected, tables, content = _movable(projected), tables.contiguous(), content.contiguous()
     values = _arguments(projected, tables, out=out, content=content)
     launching.start(_plan(projected, "position_sensitive_forward"), values, projected)
 
@@ -29,7 +29,8 @@ def position_sensitive_gradient(
     d_out: Tensor, projected: Tensor, tables: Tensor, content: Tensor, d_projected: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the tables and of the factors; that of `projected` goes to the last argument."""
-    d_out, projected, tables = _movable(d_out), _movable(projected), tables.contiguous()
+    d_out, projected = _movable(d_out), _movable(projected)
+    tables, content = tables.contiguous(), content.contiguous()
     plan = _plan(projected, "position_sensitive_backward")
     partial = content.new_empty(plan.grid[0], *tables.shape)
     d_content = content.new_empty(plan.grid[0], *content.shape)

@@ -16,7 +16,9 @@ def shape_of(q: Tensor, v: Tensor, *others: Tensor) -> Shape:
     vector = all(
         tensor.shape[-1] % access == 0
         and tensor.data_ptr() % 16 == 0
-        and all(stride % access == 0 for stride in tensor.stride()[:3])
+        and all(
+            stride % access == 0 for stride, size in zip(tensor.stride()[:3], tensor.shape, strict=False) if size > 1
+        )
         for tensor in (q, v, *others)
     )
     return Shape(q.dtype, q.shape[3], q.shape[4], v.shape[4], vector)

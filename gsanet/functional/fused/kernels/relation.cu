@@ -115,7 +115,7 @@ template <class Rescale, class Add>
 DEVICE float for_each_weight(const Arguments& arguments, const Task& task, const Pixel& pixel, float key, float slope,
                              const float* prior, Rescale rescale, Add add) {
   const int left = STRIDE * pixel.y - REACH, width = arguments.outer.width;
-  float largest = -infinity();
+  float largest = -3.4e38f;  // not infinite: rows of neighbours whose prior shuts them out have no weight
 #pragma unroll 1
   for (int i = 0; i < WINDOW; ++i) {
     const int x = STRIDE * pixel.x + i - REACH;

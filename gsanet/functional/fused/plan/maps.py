@@ -9,6 +9,7 @@ from gsanet.functional.fused.plan.shape import SCALARS, Launch, Machine
 
 ROW_WARPS = 16  # that share the sums of what other kernels' blocks left
 LOCAL_THREADS = 256  # of `local_spread`, at most
+LOCAL_MOST = 96 * 2**10  # bytes of shared memory that all machines have for a block, for the scores of `local_scores`
 LOCAL_SHARED = 2**15  # bytes of shared memory for the weights of `local_mix`, if more than a row of the window
 
 
@@ -130,8 +131,10 @@ def plan_local(
     warps, rows, pixels, heads_at_once = 4, 1, 1, 1
     grid = (-(-images * height * width * heads * accesses // (32 * warps)), 1)
     if entry == "local_scores":
+        a_thread = window**2 * dtype.itemsize
+        warps = 4 if 128 * a_thread <= LOCAL_MOST else 2
         grid = (-(-images * height * width * heads // (32 * warps)), 1)
-        shared = 32 * warps * window**2 * dtype.itemsize
+        shared = 32 * warps * a_thread
     elif entry == "local_mix":
         row = ((32 * warps - 1) // accesses + 2) * window * dtype.itemsize
         rows = window if row * window <= LOCAL_SHARED else 1
