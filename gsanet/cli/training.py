@@ -13,6 +13,8 @@ from rich.table import Table
 from gsanet.cli.common import AsJson, Settings, check_writable, console, print_parts, read_overrides, say
 from gsanet.cli.looking import show_predictions
 
+CHANGEABLE = ("data.max_bad_fraction", "data.workers")  # when a run goes on
+
 recipes = typer.Typer(help="The recipes for training.")
 
 
@@ -35,9 +37,13 @@ def train(
     from gsanet.train.run_directory import read_run
 
     if resume is not None:
-        if recipe or model or data or out or weights or settings:
-            raise ValueError("--resume goes on with a run as it was started: give no other option with it")
-        result = run(read_run(resume), resume, resume=True)
+        changes = read_overrides(settings, {})
+        if recipe or model or data or out or weights or not changes.keys() <= set(CHANGEABLE):
+            raise ValueError(
+                "--resume goes on with a run as it was started: give no other option with it, but --set of "
+                f"{' and '.join(CHANGEABLE)}, which change nothing that is learned"
+            )
+        result = run(read_run(resume, changes), resume, resume=True)
     else:
         if not recipe or out is None:
             raise ValueError("give --recipe NAME and --out DIR to start a run, or --resume DIR to go on with one")

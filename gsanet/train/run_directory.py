@@ -32,8 +32,7 @@ def start_run(out: Path, recipe: Recipe, class_names: list[str]) -> None:
     with explained(f"the run directory {out}"):
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / CLASSES, json.dumps(class_names, indent=1).encode())
-        record_session(out, recipe)
-        replace_file(out / RECIPE, recipe.to_yaml().encode())  # last: with it, the run can be resumed
+        record_session(out, recipe)  # last: with the recipe, the run can be resumed
 
 
 def read_run(out: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -59,11 +58,12 @@ def read_evaluation(out: Path, checkpoint: str) -> dict[str, Any] | None:
 
 
 def record_session(out: Path, recipe: Recipe) -> None:
-    """Add the software, machine and command of this process to those that have worked on the run."""
+    """Write down the recipe, and the software, machine and command of this process beside those that were before it."""
     file = out / ENVIRONMENT
     sessions = json.loads(file.read_text()) if file.exists() else []
     with explained(file, go_on(out)):
         replace_file(file, json.dumps([*sessions, _session(recipe)], indent=2).encode())
+        replace_file(out / RECIPE, recipe.to_yaml().encode())
 
 
 def _is_begun(out: Path) -> bool:

@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from gsanet.train.engine import train
+from gsanet.train.recipe import load_recipe
+from gsanet.train.run_directory import read_run
+
 SMALL = ["--set", "model_kwargs.width=0.125", "--set", "model_kwargs.depths=[1, 1]", "--set", "epochs=1"]
 
 
@@ -109,6 +113,7 @@ def test_recipes_are_listed_and_shown(gsanet):
     [
         (["train"], "give --recipe NAME and --out DIR"),
         (["train", "--resume", "RUN", "--recipe", "quickstart"], "give no other option"),
+        (["train", "--resume", "RUN", "--set", "lr=1"], "but --set of data.max_bad_fraction and data.workers"),
         (["train", "--resume", "RUN"], "is no run directory"),
         (["train", "--recipe", "imagnet", "--out", "RUN"], "did you mean 'imagenet'"),
         (["train", "--recipe", "imagenet", "--out", "RUN"], "no data set is named"),
@@ -173,6 +178,33 @@ def test_a_corrupt_jpeg_is_skipped_and_too_many_stop_the_run(gsanet, image_folde
     code, said = gsanet(*start, "--out", tmp_path / "none")
     assert code == 2
     assert images[0].name in said
+
+
+def test_a_run_goes_on_in_spite_of_damaged_images(gsanet, image_folder, tmp_path):
+    """Once steps are done they cannot be removed: which images a step has depends on how many there are."""
+    run = tmp_path / "run"
+    values = {
+        "data.path": str(image_folder),
+        "data.workers": 0,
+        "data.in_memory": False,
+        "batch_size": 4,
+        "img_size": 16,
+    }
+    recipe = load_recipe(
+        "quickstart", {**values, "epochs": 2, "model_kwargs.width": 0.125, "model_kwargs.depths": [1, 1]}
+    )
+    assert train(recipe, run, stop_after=0.0).stopped_by == signal.SIGALRM
+    for file in (image_folder / "train" / "dark").iterdir():
+        file.write_bytes(b"")
+    code, said = gsanet("train", "--resume", run)
+    assert code == 2
+    allow = said.partition("allow so many with `")[2].partition("`")[0].split()
+    code, said = gsanet("train", "--resume", run, *allow)
+    assert code == 2  # one more is damaged than had been met then
+    code, said = gsanet("train", "--resume", run, "--set", "data.max_bad_fraction=0.5")
+    assert code == 0, said
+    assert "Done:" in said
+    assert read_run(run).data_settings.max_bad_fraction == 0.5
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
