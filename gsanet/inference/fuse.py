@@ -35,7 +35,8 @@ def fuse_for_inference(model: nn.Module) -> nn.Module:
 
     - a batch norm right behind a convolution is part of the convolution, which then has a bias. So is the ReLU behind
       both, if it is there only for them; and, where a residual block of timm's ByobNet or of torchvision's ResNets ends
-      in convolution, sum and ReLU, the sum. On an NVIDIA GPU, in float16 and bfloat16, that is one call of cuDNN;
+      in convolution, sum and ReLU, the sum. On an NVIDIA GPU, in float16 and bfloat16, that is one call of cuDNN; on a
+      CPU, in float32, where a 1x1 convolution has few pixels or one thread, one of a kernel of this package;
     - a GSA module is an `InferenceSelfAttention`: its batch norm, and the batch norm and ReLU behind it, are scales and
       shifts inside of it. On a GPU it is three to five kernels;
     - the max-pool of a ResNet's stem is, on a GPU, a kernel of this package;

@@ -93,19 +93,21 @@ void prepare_head(const ContextGradient& of, const Head<T>& at, const float* con
     const int row = vectors_of<T>(of.value) * Of<T>::numbers, turned_row = vectors_of<T>(of.key) * Of<T>::numbers;
     const float* const d_context = floats(known + at.d_context);
     float *const turned = floats(known + at.turned), *const d_turned = floats(known + at.d_turned);
-    float *const offsets = floats(known + at.offsets), *const maxima = floats(known + at.maxima);
-    float* const inverse = floats(known + at.inverse);
+    float *const maxima = floats(known + at.maxima), *const inverse = floats(known + at.inverse);
     for (int i = 0; i < of.key; i++) {
-        float offset = 0;
         for (int c = 0; c < of.value; c++) {
-            const float one = context[i * of.value + c], d_one = d_context[i * row + c];
-            turned[c * turned_row + i] = one;
-            d_turned[c * turned_row + i] = d_one;
-            offset += one * d_one;
+            turned[c * turned_row + i] = context[i * of.value + c];
+            d_turned[c * turned_row + i] = d_context[i * row + c];
         }
-        offsets[i] = offset;
         maxima[i] = softmax[i];
         inverse[i] = softmax[int64_t(of.images) * of.heads * of.key + i];
+    }
+    const int vectors = vectors_of<T>(of.key);
+    for (int i = 0; i < vectors; i++) {
+        T offsets = {};
+        for (int c = 0; c < of.value; c++)
+            offsets += known[at.turned + c * vectors + i] * known[at.d_turned + c * vectors + i];
+        known[at.offsets + i] = offsets;
     }
 }
 
