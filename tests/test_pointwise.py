@@ -1,12 +1,15 @@
 """The benchmark of 1x1 convolutions on a CPU, `benchmarks/pointwise.py`."""
 
 import pointwise as benchmark
+import pytest
 import torch
 from torch.testing import assert_close
 
 from gsanet.functional.native import calls, pointwise
+from gsanet.functional.native.compiler import unavailable
 
 
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_it_compares_both_ways_at_each_shape(capsys, monkeypatch):
     seen = []
     real = calls.convolve_pointwise

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gsanet.functional.backends import is_differentiated
 from gsanet.functional.blocks import pays, to_blocks
 from gsanet.functional.exporting import is_exporting
 from gsanet.functional.fused import pointwise
@@ -79,7 +80,7 @@ def is_for_operators(x: Tensor, *others: Tensor) -> bool:
         return False
     if any(tensor.dtype != x.dtype or tensor.device != x.device for tensor in others):  # as autocast may leave them
         return False
-    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *others)))
+    return not is_differentiated(x, *others)
 
 
 def _is_for_operator(

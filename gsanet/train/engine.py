@@ -39,7 +39,7 @@ from gsanet.train.graph import GraphedStep
 from gsanet.train.interrupt import Interrupt
 from gsanet.train.recipe import Recipe
 from gsanet.train.report import Reporter, draw_curves, duration
-from gsanet.train.run_directory import record_session, start_run
+from gsanet.train.run_directory import resume_run, start_run
 from gsanet.train.schedule import learning_rate
 from gsanet.train.state import DivergedError, Progress, TrainingState
 from gsanet.train.step_log import StepLog, StepRecord
@@ -115,7 +115,7 @@ def train(
     if found is not None:
         state.restore(found)
     if is_main:
-        record_session(out, recipe) if resume else start_run(out, recipe, data.class_names)
+        resume_run(out, recipe) if resume else start_run(out, recipe, data.class_names)
         if found is None:
             state.save_last(out)  # good weights from the first step on; and a full disk is noticed now
     network = accelerator.prepare_model(model)

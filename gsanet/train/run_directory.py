@@ -32,7 +32,15 @@ def start_run(out: Path, recipe: Recipe, class_names: list[str]) -> None:
     with explained(f"the run directory {out}"):
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / CLASSES, json.dumps(class_names, indent=1).encode())
-        record_session(out, recipe)  # last: with the recipe, the run can be resumed
+        _record_session(out, recipe)
+        replace_file(out / RECIPE, recipe.to_yaml().encode())  # last: with it, the run can be resumed
+
+
+def resume_run(out: Path, recipe: Recipe) -> None:
+    """Go on with a run, by a recipe of which what changes nothing that is learned may be another."""
+    _record_session(out, recipe)
+    with explained(out / RECIPE, go_on(out)):
+        replace_file(out / RECIPE, recipe.to_yaml().encode())
 
 
 def read_run(out: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -57,13 +65,12 @@ def read_evaluation(out: Path, checkpoint: str) -> dict[str, Any] | None:
     return {"holdout": read_run(out).data_settings.holdout, **json.loads(file.read_text())}
 
 
-def record_session(out: Path, recipe: Recipe) -> None:
-    """Write down the recipe, and the software, machine and command of this process beside those that were before it."""
+def _record_session(out: Path, recipe: Recipe) -> None:
+    """Add the software, machine and command of this process to those that have worked on the run."""
     file = out / ENVIRONMENT
     sessions = json.loads(file.read_text()) if file.exists() else []
     with explained(file, go_on(out)):
         replace_file(file, json.dumps([*sessions, _session(recipe)], indent=2).encode())
-        replace_file(out / RECIPE, recipe.to_yaml().encode())
 
 
 def _is_begun(out: Path) -> bool:

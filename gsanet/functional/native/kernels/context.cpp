@@ -47,8 +47,7 @@ void attend(const Context& of, const float* keys, const float* values, float* ou
     }
     for (int i = 0; i < of.key * values_row; i++) memory.sums.data[i] = T{};
 
-    for (int first = 0; first < of.pixels; first += PIECE) {
-        const int count = of.pixels - first < PIECE ? of.pixels - first : PIECE;
+    for_pieces(of.pixels, [&](int first, int count) {
         for (int i = 0; i < keys_row; i++) {
             T total = {};
             for (int pixel = 0; pixel < count; pixel++) {
@@ -61,7 +60,7 @@ void attend(const Context& of, const float* keys, const float* values, float* ou
         }
         add_all_outer_products(floats(weights), keys_row * N, of.key, values + first * of.values_pixel,
                                of.values_pixel, of.value, count, memory.sums.data);
-    }
+    });
 
     const float *const total = floats(totals), *const sum = floats(memory.sums.data);
     for (int i = 0; i < of.key; i++)

@@ -81,12 +81,6 @@ inline void multiply_all(const float* left, int64_t left_pixel, int inner, const
         });
 }
 
-// Calls f with each PIECE of the pixels: the first, and how many they are.
-template <class F>
-void for_pieces(const ContextGradient& of, F&& f) {
-    for (int first = 0; first < of.pixels; first += PIECE) f(first, of.pixels - first < PIECE ? of.pixels - first : PIECE);
-}
-
 // Of one head: dC is there, and what follows from it is added.
 template <class T>
 void prepare_head(const ContextGradient& of, const Head<T>& at, const float* context, const float* softmax, T* known) {
@@ -147,8 +141,8 @@ void differentiate(const ContextGradient& of, const Head<T>& at, int64_t image, 
                    T* weights, T* slopes) {
     const auto start = [&](const Pixels& map, int pixel) { return map.data + image * map.image + pixel * map.pixel; };
     for (int i = 0; i < count; i++)
-        for (int64_t j = 0; j < at.turned; j++) known[i * at.count + at.d_context + j] = T{};
-    for_pieces(of, [&](int first, int pixels) {
+        for (int64_t j = at.d_context; j < at.turned; j++) known[i * at.count + j] = T{};
+    for_pieces(of.pixels, [&](int first, int pixels) {
         for (int i = 0; i < count; i++)
             add_all_outer_products(start(of.queries, first) + (first_head + i) * of.key, of.queries.pixel, of.key,
                                    start(of.gradient, first) + (first_head + i) * of.value, of.gradient.pixel,
@@ -159,7 +153,7 @@ void differentiate(const ContextGradient& of, const Head<T>& at, int64_t image, 
         prepare_head(of, at, of.context + number * of.key * of.value, of.softmax + number * of.key,
                      known + i * at.count);
     }
-    for_pieces(of, [&](int first, int pixels) {
+    for_pieces(of.pixels, [&](int first, int pixels) {
         for (int i = 0; i < count; i++)
             differentiate_piece(of, at, known + i * at.count, image, first_head + i, first, pixels, weights, slopes);
     });
@@ -179,7 +173,7 @@ int heads_together(const ContextGradient& of) {
 extern "C" void differentiate_context_vectors(const ContextGradient* gradient) {
     const ContextGradient& of = *gradient;
     const int together = heads_together(of);
-    const int groups = (of.heads + together - 1) / together;
+    const int groups = divide_up(of.heads, together);
     std::atomic<int64_t> next{0};
     with_vector(of.key, of.value, [&](auto vector) {
         typedef decltype(vector) T;

@@ -10,7 +10,13 @@ constexpr int ROWS = BLOCK;                  // channels whose products with the
 
 template <class T>
 inline int vectors_of(int channels) {
-    return (channels + Of<T>::numbers - 1) / Of<T>::numbers;
+    return divide_up(channels, Of<T>::numbers);
+}
+
+// Calls f with each PIECE of so many pixels: the first, and how many they are.
+template <class F>
+inline void for_pieces(int pixels, F&& f) {
+    for (int first = 0; first < pixels; first += PIECE) f(first, pixels - first < PIECE ? pixels - first : PIECE);
 }
 
 // Calls f with a vector of the kind that heads of these widths are taken by.

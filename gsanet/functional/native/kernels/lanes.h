@@ -26,7 +26,7 @@ struct Group {
     }
 };
 
-inline int count_groups(int lines, int heads) { return (lines * heads + LANES - 1) / LANES; }
+inline int count_groups(int lines, int heads) { return divide_up(lines * heads, LANES); }
 
 // Where each lane begins in some memory; null: nowhere.
 struct Starts {

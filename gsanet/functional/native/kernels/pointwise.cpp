@@ -40,7 +40,7 @@ inline void convolve_tile(const Pointwise& of, const float* pixels, const Vector
         const int left = present - i * LANES;
         const Vector bias = of.bias ? load_some<Vector>(of.bias + output + i * LANES, left) : Vector{};
         UNROLLED for (int p = 0; p < P; p++) {
-            const int64_t place = int64_t(first + p) * of.outputs + output + i * LANES;
+            const int64_t place = (first + p) * of.outputs + output + i * LANES;
             Vector sum = sums[p][i] + bias;
             if (of.residual) sum += load_some<Vector>(of.residual + place, left);
             if (of.relu) sum = sum < 0 ? Vector{} : sum;  // NaN stays NaN
@@ -64,17 +64,18 @@ void convolve_panel(const Pointwise& of, int panel, int64_t start, int pixels, c
 }
 
 void convolve_pixels(const Pointwise& of, int64_t start, int pixels, float* packed) {
-    const int tiles = divide_up(pixels, TALL);
+    const PixelTiles tiles(pixels);
     std::atomic<int64_t> next_tile{0}, next_panel{0};
     std::atomic<int> done{0};
     in_threads(of.threads, [&] {
         Scratch<Vector> weights(int64_t(of.channels) * WIDE);
-        for_units(next_tile, tiles, [&](int64_t tile) {
-            const int first = static_cast<int>(pixels * tile / tiles), end = static_cast<int>(pixels * (tile + 1) / tiles);
-            pack_tile(of, start + first, end - first, packed + int64_t(first) * of.channels);
+        for_units(next_tile, tiles.tiles, [&](int64_t tile) {
+            tiles.with_tile(static_cast<int>(tile), [&](int first, int count) {
+                pack_tile(of, start + first, count, packed + int64_t(first) * of.channels);
+            });
             done.fetch_add(1, std::memory_order_release);
         });
-        wait_for(done, tiles);
+        wait_for(done, tiles.tiles);
         for_units(next_panel, divide_up(of.outputs, PANEL), [&](int64_t panel) {
             convolve_panel(of, static_cast<int>(panel), start, pixels, packed, weights.data);
         });

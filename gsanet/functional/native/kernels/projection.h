@@ -15,8 +15,6 @@ constexpr int TALL = 6;
 constexpr int WIDE = 4;
 #endif
 
-inline int divide_up(int a, int b) { return (a + b - 1) / b; }
-
 // Rows of weights as [channel][WIDE vectors]; a null row is one of zeros.
 inline void pack_weights(const float* const* rows, int channels, Vector* to) {
     constexpr int ROWS = WIDE * LANES;
@@ -52,14 +50,23 @@ inline void pack_pixels(const float* const* pixels, int count, int channels, int
         for (int p = 0; p < count; p++) to[c * count + p] = pixels[p][c * step];
 }
 
-// Calls f with each tile of `count` pixels: where it begins, and how many it has.
-template <class F>
-inline void for_pixel_tiles(int count, F&& f) {
-    const int tiles = divide_up(count, TALL);
-    for (int tile = 0; tile < tiles; tile++) {
+// `count` pixels, cut into tiles of about the same size.
+struct PixelTiles {
+    int count, tiles;
+
+    explicit PixelTiles(int count) : count(count), tiles(divide_up(count, TALL)) {}
+    // Calls f with a tile: where it begins, and how many pixels it has.
+    template <class F>
+    void with_tile(int tile, F&& f) const {
         const int first = count * tile / tiles;
         f(first, count * (tile + 1) / tiles - first);
     }
+};
+
+template <class F>
+inline void for_pixel_tiles(int count, F&& f) {
+    const PixelTiles all(count);
+    for (int tile = 0; tile < all.tiles; tile++) all.with_tile(tile, f);
 }
 
 // sums = P pixels times WIDE vectors of weights. pixels: [channel][P]. weights: [channel][WIDE].

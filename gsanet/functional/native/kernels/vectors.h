@@ -33,6 +33,8 @@ typedef int32_t Integers __attribute__((vector_size(4 * BLOCK)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Integers{__VA_ARGS__})
 #endif
 
+inline int divide_up(int a, int b) { return (a + b - 1) / b; }
+
 // Vectors as numbers.
 template <class T>
 inline float* floats(T* vectors) {
