@@ -172,7 +172,7 @@ def train(
                 speed = (epoch_end - first_step) * recipe.batch_size / (time.perf_counter() - epoch_began)
                 if world_size > 1:
                     distribute_bn(state.evaluated, world_size)  # as in checkpoints, the first process's count
-                result = evaluate(state.evaluated, data.val, accelerator, recipe.precision)
+                result = evaluate(state.evaluated, data.val, accelerator, recipe.precision_on(accelerator.device))
                 reporter.epoch(progress.step, total_epochs, epoch_row(progress, steps_per_epoch, result, speed))
                 progress.evaluation = asdict(result)
                 progress.epoch_loss, progress.epoch_steps = 0.0, 0
@@ -305,7 +305,7 @@ def differentiate(
     labels: Tensor,
 ) -> Tensor:
     """The loss of one part of a batch, as its share of the whole, with its gradients added to those that are there."""
-    with autocast(accelerator.device, recipe.precision):
+    with autocast(accelerator.device, recipe.precision_on(accelerator.device)):
         logits = network(images)
     smoothing = 0.0 if mix else recipe.label_smoothing
     loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing) / micro_steps

@@ -29,7 +29,7 @@ class Evaluation:
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, loader: EvalLoader, accelerator: Accelerator, precision: str = "bf16") -> Evaluation:
+def evaluate(model: nn.Module, loader: EvalLoader, accelerator: Accelerator, precision: str = "fp32") -> Evaluation:
     """Evaluate on all samples of a loader, over all processes; leaves the model in evaluation mode."""
     model.eval()
     device = accelerator.device
@@ -66,5 +66,5 @@ def overflow_words(overflowed: float) -> str:
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """bf16 autocast on GPUs; a CPU computes in fp32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16" and device.type != "cpu")
+    """What computes in `bf16` or `fp32`."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")

@@ -38,7 +38,7 @@ def evaluate_weights(recipe: Recipe, weights: Path, report: Callable[[str], None
     model = make_model(recipe, data.num_classes)
     load_exactly(model, weights)
     model.to(accelerator.device).to(memory_format=torch.channels_last)
-    found = evaluate(model, data.val, accelerator, recipe.precision)
+    found = evaluate(model, data.val, accelerator, recipe.precision_on(accelerator.device))
     if skipped := skipped_words(data.bad_files()):
         report(skipped)
     return found

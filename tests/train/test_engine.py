@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from gsanet.functional import use_backend
 from gsanet.train import checkpoint
@@ -395,6 +396,22 @@ def test_cross_entropy_without_smoothing_is_what_evaluation_reports(tiny_recipe,
     assert found.top1 == pytest.approx(100 * (logits.argmax(1) == labels).float().mean().item(), abs=1e-4)
     assert found.top5 == pytest.approx(100 * sum(top5) / 360, abs=1e-4)
     assert found.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_precision_on_a_cpu(precision, tiny_recipe, tmp_path):
+    """In training and in evaluation; `precision` is a GPU's."""
+    seen = set()
+
+    def note(module, _, out):
+        if isinstance(module, nn.Conv2d):
+            seen.add(out.dtype)
+
+    with register_module_forward_hook(note):
+        result = train(tiny_recipe(steps=3, precision="bf16", cpu_precision=precision), tmp_path / "run")
+    assert seen == {torch.float32 if precision == "fp32" else torch.bfloat16}
+    assert all(one.dtype == torch.float32 for one in weights(tmp_path / "run").values() if one.is_floating_point())
+    assert result.progress.step == 3
 
 
 def test_images_that_overflow_are_wrong_and_have_no_part_in_the_loss(tiny_recipe):
