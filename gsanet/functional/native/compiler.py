@@ -1,6 +1,6 @@
 """C++ kernels for CPUs, compiled at first use by the compiler that is there, kept on disk, and loaded.
 
-They include no headers but the language's own, so that all of them compile in about a second, for the machine at hand,
+They include no headers but the language's own, so that all of them compile in some seconds, for the machine at hand,
 and serve all shapes. Without a compiler, or where it fails, the backend `torch` does the work.
 
 Environment:
@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -97,10 +98,18 @@ def build(compiler: Sequence[str]) -> bytes:
             Path(folder, name).write_text(text)
         built = Path(folder, "kernels.so")
         units = [str(Path(folder, name)) for name in sources if name.endswith(".cpp")]
-        _run([*compiler, *flags, "-shared", *units, "-o", str(built)])
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(functools.partial(_compile, compiler, flags), units))
+        _run([*compiler, *flags, "-shared", *objects, "-o", str(built)])
         image = built.read_bytes()
     write_entry(key, {}, image)
     return image
+
+
+def _compile(compiler: Sequence[str], flags: Sequence[str], unit: str) -> str:
+    """Compile one file, to one beside it."""
+    _run([*compiler, *flags, "-c", unit, "-o", f"{unit}.o"])
+    return f"{unit}.o"
 
 
 def _flags(compiler: Sequence[str]) -> tuple[list[str], str]:
