@@ -19,10 +19,12 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
 
 def is_for_convolution(x: Tensor) -> bool:
     """Whether a convolution is the faster product: on CPUs of AMD oneDNN is, twice as fast as MKL, and never slower."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and has_onednn()
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and has_onednn(x.dtype)
 
 
 @torch.compiler.assume_constant_result
-def has_onednn() -> bool:
-    """Whether this PyTorch has oneDNN for its convolutions."""
-    return torch.backends.mkldnn.is_available()
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Whether this PyTorch has oneDNN for its convolutions, on this machine."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -54,7 +54,7 @@ def test_what_a_backend_refuses_goes_to_the_next(monkeypatch):
     assert calls == ["picky"]
     assert explain_backend("content_attention", q, k, v) == (
         "torch: picky refuses: torch.float64 is not supported; fused refuses: it runs on NVIDIA GPUs, not on cpu; "
-        "native refuses: its kernels compute in float32, not in torch.float64"
+        "native refuses: its kernels take float32 and bfloat16, not torch.float64"
     )
     assert explain_backend("content_attention", *single).startswith("picky: the first choice")
     with use_backend("picky"):

@@ -16,7 +16,7 @@ from gsanet.functional.backends import Axis, Backend, Norm, Operation, is_differ
 from gsanet.functional.exporting import is_exporting
 from gsanet.functional.fused.norms import applied_in_evaluation, in_float32, keep_statistics, uses_batch
 from gsanet.functional.lean import fit_table
-from gsanet.functional.native import compiler, layer_ops, module, module_ops
+from gsanet.functional.native import calls, compiler, layer_ops, module, module_ops
 from gsanet.functional.native.module import tensors_of
 from gsanet.functional.pooling import average_pool
 from gsanet.functional.transforms import have_tangents, is_transformed
@@ -126,8 +126,8 @@ def refuses_kind(first: Tensor, tensors: Sequence[Tensor]) -> str | None:
     compiling = torch.compiler.is_compiling()
     if torch.jit.is_tracing() or (compiling and is_exporting()):
         return "exports have PyTorch's own operators"
-    if first.dtype != torch.float32:
-        return f"its kernels compute in float32, not in {first.dtype}"
+    if first.dtype not in calls.ELEMENTS:
+        return f"its kernels take float32 and bfloat16, not {first.dtype}"
     if (not compiling and is_in_torch_dispatch_mode()) or not _are_plain(tensors):
         return "it takes plain tensors only, with nothing that watches operators"
     return None
@@ -172,8 +172,8 @@ def _refuses_map(
             return f"the norm is for {norm.num_features} channels"
         else:
             fixed += [one for one in tensors_of(norm) if one is not None]
-    if any(one.dtype != torch.float32 or not one.is_cpu for one in fixed) or not _are_plain(fixed):
-        return "it takes norms of plain tensors in float32 on the CPU only"
+    if any([one.dtype not in calls.ELEMENTS or not one.is_cpu for one in fixed]) or not _are_plain(fixed):  # noqa: C419
+        return "it takes norms of plain tensors in float32 or bfloat16 on the CPU only"
     if finish is not None and (_uses_batch(norm) or is_differentiated(finish)):
         return "its scale, shift and ReLU behind a module are for evaluation"
     if not _is_differentiated(x, weight, rel_column, rel_row, norm):

@@ -10,13 +10,14 @@ from torch import Tensor
 from gsanet.functional.backends import Axis
 from gsanet.functional.native.compiler import library
 
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}  # `Element` of `kernels/numbers.h`
 SHARES = 32  # of the lines of a batch, each with sums over its lines that one thread makes
 
 
 class Map(Structure):
     """A map in memory, seen as lines: `Map` of `kernels/lanes.h`."""
 
-    _fields_ = (("data", c_void_p), ("image", c_int64), ("line", c_int64), ("pixel", c_int64))
+    _fields_ = (("data", c_void_p), ("image", c_int64), ("line", c_int64), ("pixel", c_int64), ("element", c_int))
 
 
 class Lines(Structure):
@@ -48,7 +49,8 @@ class Context(Structure):
     _fields_ = (
         ("keys", c_void_p), ("values", c_void_p), ("out", c_void_p), ("softmax", c_void_p),
         ("keys_image", c_int64), ("keys_pixel", c_int64), ("values_image", c_int64), ("values_pixel", c_int64),
-        ("images", c_int), ("pixels", c_int), ("heads", c_int), ("key", c_int), ("value", c_int), ("threads", c_int),
+        ("element", c_int), ("images", c_int), ("pixels", c_int), ("heads", c_int), ("key", c_int), ("value", c_int),
+        ("threads", c_int),
     )  # fmt: skip
 
 
@@ -65,14 +67,15 @@ class ContextGradient(Structure):
         ("queries", Pixels), ("keys", Pixels), ("values", Pixels), ("gradient", Pixels),
         ("d_queries", Pixels), ("d_keys", Pixels), ("d_values", Pixels),
         ("context", c_void_p), ("softmax", c_void_p), ("add", c_int),
-        ("images", c_int), ("pixels", c_int), ("heads", c_int), ("key", c_int), ("value", c_int), ("threads", c_int),
+        ("element", c_int), ("images", c_int), ("pixels", c_int), ("heads", c_int), ("key", c_int), ("value", c_int),
+        ("threads", c_int),
     )  # fmt: skip
 
 
 class FixedNorm(NamedTuple):
     """A norm with fixed statistics, of each channel: scale * (x - mean) / sqrt(variance + epsilon) + shift.
 
-    Its tensors are contiguous; without a scale it is 1, and without the others 0.
+    Its tensors are contiguous and in float32; without a scale it is 1, and without the others 0.
     """
 
     scale: Tensor | None
@@ -98,7 +101,7 @@ class Module(Structure):
         ("x", c_void_p), ("x_image", c_int64), ("x_line", c_int64), ("x_pixel", c_int64), ("x_channel", c_int64),
         ("weight", c_void_p), ("along", c_void_p), ("across", c_void_p),
         ("between", NormArguments), ("finish", NormArguments),
-        ("out", c_void_p), ("out_image", c_int64), ("out_line", c_int64), ("out_pixel", c_int64),
+        ("out", c_void_p), ("out_image", c_int64), ("out_line", c_int64), ("out_pixel", c_int64), ("element", c_int),
         ("content", c_int), ("images", c_int), ("lines", c_int), ("length", c_int), ("channels", c_int),
         ("heads", c_int), ("key", c_int), ("value", c_int), ("threads", c_int),
     )  # fmt: skip
@@ -109,7 +112,7 @@ class Pointwise(Structure):
 
     _fields_ = (
         ("x", c_void_p), ("x_image", c_int64), ("x_row", c_int64), ("x_pixel", c_int64), ("x_channel", c_int64),
-        ("weight", c_void_p), ("bias", c_void_p), ("residual", c_void_p), ("out", c_void_p),
+        ("weight", c_void_p), ("bias", c_void_p), ("residual", c_void_p), ("out", c_void_p), ("element", c_int),
         ("relu", c_int), ("images", c_int), ("rows", c_int), ("length", c_int), ("channels", c_int),
         ("outputs", c_int), ("threads", c_int),
     )  # fmt: skip
@@ -131,7 +134,7 @@ def attend(
     Args:
         q: Queries, (batch, x, y, head, k), as all maps here: the channels of a pixel lie side by side.
         v: Values, (batch, x, y, head, v).
-        rel: Embeddings of exactly the offsets of a line, (2 * length - 1, k), contiguous; or None: the context alone.
+        rel: Embeddings of exactly the offsets of a line, (2 * length - 1, k); or None: the context alone.
         axis: The axis.
         out: Where the output goes, (batch, x, y, head, v).
         context: Context vectors, (batch, head, k, v): queries times these are added.
@@ -140,6 +143,7 @@ def attend(
     """
     batch, height, width, heads, key = q.shape
     lines, length = (width, height) if axis == "column" else (height, width)
+    rel = None if rel is None else as_floats(rel)
     arguments = Lines(
         *(_lines(tensor, axis) for tensor in (q, v, out)),
         _pointer(rel), _pointer(context), _pointer(norm), _pointer(moments),
@@ -204,16 +208,17 @@ def attend_gradient(
     batch, height, width, heads, key = q.shape
     value = v.shape[4]
     lines, length = (width, height) if axis == "column" else (height, width)
-    shares = rel.new_empty(min(SHARES, batch * lines), *rel.shape)
+    embeddings = as_floats(rel)
+    shares = embeddings.new_empty(min(SHARES, batch * lines), *rel.shape)
     sums = rel.new_empty(len(shares), 0 if norm is None else 2, heads * value, dtype=torch.float64)
     arguments = LineGradient(
         *(_lines(tensor, axis) for tensor in (q, v, d_out, d_out if out is None else out, d_q, d_v)),
-        rel.data_ptr(), shares.data_ptr(),
+        embeddings.data_ptr(), shares.data_ptr(),
         _pointer(norm), None if norm is None else sums.data_ptr(), _pointer(coefficients), add,
         batch, lines, length, heads, key, value, len(shares), torch.get_num_threads(),
     )  # fmt: skip
     library().differentiate_along_lines(byref(arguments))
-    return LineGradients(shares.sum(dim=0), sums.sum(dim=0).float())
+    return LineGradients(shares.sum(dim=0).to(rel.dtype), sums.sum(dim=0).float())
 
 
 class ContextVectors(NamedTuple):
@@ -230,7 +235,8 @@ def context_vectors(k: Tensor, v: Tensor) -> ContextVectors:
     vectors = empty_context(k, v)
     arguments = Context(
         k.data_ptr(), v.data_ptr(), vectors.context.data_ptr(), vectors.softmax.data_ptr(),
-        *k.stride()[:2], *v.stride()[:2], batch, height * width, heads, key, v.shape[3], torch.get_num_threads(),
+        *k.stride()[:2], *v.stride()[:2], ELEMENTS[k.dtype],
+        batch, height * width, heads, key, v.shape[3], torch.get_num_threads(),
     )  # fmt: skip
     library().context_vectors(byref(arguments))
     return vectors
@@ -239,7 +245,10 @@ def context_vectors(k: Tensor, v: Tensor) -> ContextVectors:
 def empty_context(k: Tensor, v: Tensor) -> ContextVectors:
     """Memory for the context vectors of maps (batch, ..., head, channel)."""
     batch, heads, key = k.shape[0], *k.shape[-2:]
-    return ContextVectors(k.new_empty(batch, heads, key, v.shape[-1]), k.new_empty(2, batch, heads, key))
+    return ContextVectors(
+        k.new_empty(batch, heads, key, v.shape[-1], dtype=torch.float32),
+        k.new_empty(2, batch, heads, key, dtype=torch.float32),
+    )
 
 
 def content_gradient(
@@ -258,7 +267,7 @@ def content_gradient(
     batch, height, width, heads, key = k.shape
     arguments = ContextGradient(
         *(_pixels(one) for one in (q, k, v, d_out, d_q, d_k, d_v)),
-        vectors.context.data_ptr(), vectors.softmax.data_ptr(), add,
+        vectors.context.data_ptr(), vectors.softmax.data_ptr(), add, ELEMENTS[k.dtype],
         batch, height * width, heads, key, v.shape[4], torch.get_num_threads(),
     )  # fmt: skip
     library().differentiate_context_vectors(byref(arguments))
@@ -283,8 +292,9 @@ def attend_as_module(
         out: Where the output goes, (batch, channel, x, y); the channels of a pixel lie side by side.
         heads: Number of heads.
         columns: Whether lines are columns, and rows lie across them; or the other way round.
-        weight: Rows for queries, keys (if there is content attention) and values, each (head, channel), contiguous.
-        along: Embeddings for attention along the lines, as `rel` of `attend`.
+        weight: Rows for queries, keys (if there is content attention) and values, each (head, channel), contiguous and
+            of the map's dtype.
+        along: Embeddings for attention along the lines, as `rel` of `attend`, but in float32 and contiguous.
         across: Embeddings for attention across the lines, to the output of that along them or, without it, to values.
         content: Whether there is content attention, which is added to that across.
         between: A norm of the output of attention along the lines.
@@ -300,7 +310,7 @@ def attend_as_module(
     arguments = Module(
         x.data_ptr(), image, line, pixel, channel,
         weight.data_ptr(), _pointer(along), _pointer(across), _norm(between), _norm(finish),
-        out.data_ptr(), out_image, out_line, out_pixel,
+        out.data_ptr(), out_image, out_line, out_pixel, ELEMENTS[x.dtype],
         content, batch, lines, length, channels, heads, key, dim_out // heads, torch.get_num_threads(),
     )  # fmt: skip
     library().attend_as_module(byref(arguments))
@@ -332,11 +342,16 @@ def convolve_pointwise(
     image, channel, row, pixel = x.stride()
     arguments = Pointwise(
         x.data_ptr(), image, row * stride[0], pixel * stride[1], channel,
-        weight.data_ptr(), _pointer(bias), _pointer(residual), out.data_ptr(),
+        weight.data_ptr(), _pointer(bias), _pointer(residual), out.data_ptr(), ELEMENTS[x.dtype],
         relu, batch, height, width, channels, outputs, torch.get_num_threads(),
     )  # fmt: skip
     library().convolve_pointwise(byref(arguments))
     return out
+
+
+def as_floats(x: Tensor) -> Tensor:
+    """What kernels take in float32 and contiguous, whatever maps are: a tensor itself, or a copy."""
+    return (x if x.dtype == torch.float32 else x.float()).contiguous()
 
 
 def side_by_side(x: Tensor) -> Tensor:
@@ -359,7 +374,7 @@ def _pixels(x: Tensor) -> Pixels:
 def _lines(tensor: Tensor, axis: Axis) -> Map:
     image, x, y = tensor.stride()[:3]
     line, pixel = (y, x) if axis == "column" else (x, y)
-    return Map(tensor.data_ptr(), image, line, pixel)
+    return Map(tensor.data_ptr(), image, line, pixel, ELEMENTS[tensor.dtype])
 
 
 def _norm(norm: FixedNorm | None) -> NormArguments:

@@ -16,7 +16,7 @@ from gsanet.functional.native import calls
 def positional_attention(q: Tensor, v: Tensor, rel: Tensor, axis: str) -> Tensor:
     """Positional attention; `rel` holds exactly the offsets of the line, (2 * length - 1, k)."""
     q, v = calls.side_by_side(q), calls.side_by_side(v)
-    return calls.attend(q, v, rel.contiguous(), to_axis(axis), _like_map(v))
+    return calls.attend(q, v, rel, to_axis(axis), _like_map(v))
 
 
 @positional_attention.register_fake
@@ -31,7 +31,7 @@ def positional_attention_gradient(
     """The gradients of q, v and rel."""
     d_q, d_v = _like_map(q), _like_map(v)
     q, v, d_out = (calls.side_by_side(tensor) for tensor in (q, v, d_out))
-    return d_q, d_v, calls.attend_gradient(q, v, rel.contiguous(), to_axis(axis), d_out, d_q, d_v).d_rel
+    return d_q, d_v, calls.attend_gradient(q, v, rel, to_axis(axis), d_out, d_q, d_v).d_rel
 
 
 @positional_attention_gradient.register_fake

@@ -56,17 +56,17 @@ def tensors_of(norm: nn.BatchNorm2d) -> tuple[Tensor | None, ...]:
 
 def _fixed(norm: Norm | Tensor) -> calls.FixedNorm:
     if isinstance(norm, Tensor):
-        scale, shift = norm.contiguous()
+        scale, shift = calls.as_floats(norm)
         return calls.FixedNorm(scale, shift)
     assert isinstance(norm, nn.BatchNorm2d)
-    scale, shift, mean, variance = (None if one is None else one.contiguous() for one in tensors_of(norm))
+    scale, shift, mean, variance = [None if one is None else calls.as_floats(one) for one in tensors_of(norm)]
     return calls.FixedNorm(scale, shift, mean, variance, norm.eps)
 
 
 def _table_of_line(rel: Tensor, length: int, reach: int | None) -> Tensor:
-    """As `fit_table`, contiguous; most tables are what a line needs already."""
+    """As `fit_table`, as kernels take it; most tables are what a line needs already."""
     fits = rel.shape[0] == 2 * length - 1 and (reach is None or reach >= length - 1)
-    return (rel if fits else fit_table(rel, length, reach)).contiguous()
+    return calls.as_floats(rel if fits else fit_table(rel, length, reach))
 
 
 def _empty_map(like: Tensor, *shape: int) -> Tensor:

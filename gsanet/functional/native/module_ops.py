@@ -79,7 +79,7 @@ def attention_map(
     q, k, v = _split(projected, x, heads, dim_key, content)
     column, out = v.new_empty(v.shape), v.new_empty(v.shape)
     moments = calls.empty_moments(v, "column") if applied is None else None
-    calls.attend(q, v, rel_column.contiguous(), "column", column, moments=moments)
+    calls.attend(q, v, rel_column, "column", column, moments=moments)
     if moments is None:
         assert applied is not None
         applied = applied.clone()  # an operator's results are never its arguments
@@ -87,7 +87,7 @@ def attention_map(
         applied = applied_with(*calls.join_moments(moments), norm_weight, norm_bias, epsilon)
     vectors = calls.empty_context(q[:0], v[:0]) if k is None else calls.context_vectors(k, v)
     context = None if k is None else vectors.context
-    calls.attend(q, column, rel_row.contiguous(), "row", out, context=context, norm=applied)
+    calls.attend(q, column, rel_row, "row", out, context=context, norm=applied)
     return to_feature_map(out), projected, column, applied, *vectors
 
 
@@ -103,7 +103,7 @@ def _(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
         to_feature_map(column.new_empty(v.shape)),
         projected,
         column,
-        x.new_empty(5, column.shape[3] * column.shape[4]),
+        x.new_empty(5, column.shape[3] * column.shape[4], dtype=torch.float32),
         *vectors,
     )
 
@@ -134,10 +134,10 @@ def attention_map_gradient(
     d_q, d_k, d_v = _split(d_projected, x, heads, dim_key, content)
     d_out = calls.rows_in_order(d_out.permute(0, 2, 3, 1).unflatten(-1, (heads, -1)))
     d_normalised = torch.empty_like(column)
-    row = calls.attend_gradient(q, column, rel_row.contiguous(), "row", d_out, d_q, d_normalised, norm=applied)
+    row = calls.attend_gradient(q, column, rel_row, "row", d_out, d_q, d_normalised, norm=applied)
     coefficients = _coefficients(applied, row.sums, len(projected), fixed)
     columns = calls.attend_gradient(
-        q, v, rel_column.contiguous(), "column", d_normalised, d_q, d_v, add=True, out=column, coefficients=coefficients
+        q, v, rel_column, "column", d_normalised, d_q, d_v, add=True, out=column, coefficients=coefficients
     )
     if k is not None and d_k is not None:
         calls.content_gradient(q, k, v, d_out, calls.ContextVectors(context, softmax), d_q, d_k, d_v, add=True)

@@ -164,3 +164,17 @@ def test_pointwise_convolution(channels, outputs, stride, monkeypatch):
     residual = torch.randn(expected.shape).to(memory_format=torch.channels_last)
     found = convolution_relu(x, weight, bias, residual, (stride, stride))
     assert relative_error(found, (expected + residual).relu()) < ROUNDING
+
+
+def test_bfloat16(monkeypatch):
+    module = make_module(9, 7, heads=3, dim=24, dim_key=27).bfloat16()
+    x = torch.randn(2, 24, 9, 7).bfloat16()
+    assert_close_to_double(module, x, bound=1e-2)
+    module.eval().requires_grad_(False)
+    with use_backend("reference"):
+        expected = copy.deepcopy(module).double()(x.double())
+    assert relative_error(module(x), expected) < 1e-2
+    monkeypatch.setattr(pointwise, "FEWEST_WEIGHTS", 1)
+    weight, bias = torch.randn(37, 24, 1, 1).bfloat16(), torch.randn(37).bfloat16()
+    expected = F.conv2d(x.double(), weight.double(), bias.double()).relu()
+    assert relative_error(convolution_relu(x, weight, bias), expected) < 1e-2

@@ -467,7 +467,7 @@ def test_refusals():
         assert not said.startswith("native")
         return said
 
-    assert "float32, not in torch.float64" in reason("content_attention", q.double(), k.double(), v.double())
+    assert "float32 and bfloat16, not torch.float64" in reason("content_attention", q.double(), k.double(), v.double())
     assert "not on meta" in reason("positional_attention", q.to("meta"), v.to("meta"), rel.to("meta"))
     assert "too small" in reason("content_attention", *(one[:0] for one in (q.detach(), k, v)))
     wide, long = maps((1, 4, 5, 2), 129, 4, torch.float32), maps((1, 1, 2049, 1), 4, 4, torch.float32)
@@ -493,7 +493,8 @@ def test_refusals():
     assert "nothing to normalise" in module_reason(nn.BatchNorm2d(64), one, *whole[1:])
     assert "for 32 channels" in module_reason(nn.BatchNorm2d(32).eval())
     for change in (torch.float64, "meta"):
-        assert "norms of plain tensors in float32 on the CPU" in module_reason(nn.BatchNorm2d(64).eval().to(change))
+        norm = nn.BatchNorm2d(64).eval().to(change)
+        assert "norms of plain tensors in float32 or bfloat16 on the CPU" in module_reason(norm)
     module.norm.register_forward_hook(lambda *_: None)
     assert "hooks" in module_reason(module.norm)
 

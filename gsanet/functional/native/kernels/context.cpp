@@ -8,10 +8,11 @@
 namespace {
 
 struct Context {
-    const float *keys, *values;  // (image, pixel, head, channel)
+    const void *keys, *values;   // (image, pixel, head, channel)
     float* out;                  // (image, head, key, value)
     float* softmax;              // (2, image, head, key): the largest keys, and 1 / sums of weights
     int64_t keys_image, keys_pixel, values_image, values_pixel;  // distances, in numbers
+    int element;  // what keys and values are
     int images, pixels, heads, key, value, threads;
 };
 
@@ -29,8 +30,8 @@ struct Memory {
 };
 
 // Of one head; softmax: where its largest keys go, and one distance on 1 / sums of weights.
-template <class T>
-void attend(const Context& of, const float* keys, const float* values, float* out, float* softmax, int64_t distance,
+template <class T, class E>
+void attend(const Context& of, const E* keys, const E* values, float* out, float* softmax, int64_t distance,
             const Memory<T>& memory) {
     constexpr int N = Of<T>::numbers;
     const int keys_row = vectors_of<T>(of.key), values_row = vectors_of<T>(of.value);
@@ -51,7 +52,7 @@ void attend(const Context& of, const float* keys, const float* values, float* ou
         for (int i = 0; i < keys_row; i++) {
             T total = {};
             for (int pixel = 0; pixel < count; pixel++) {
-                const float* const key = keys + (first + pixel) * of.keys_pixel + i * N;
+                const E* const key = keys + (first + pixel) * of.keys_pixel + i * N;
                 const T weight = exponential<T, typename Of<T>::Bits>(load_some<T>(key, of.key - i * N) - maxima[i]);
                 weights[pixel * keys_row + i] = weight;
                 total += weight;
@@ -81,10 +82,13 @@ extern "C" void context_vectors(const Context* context) {
         in_threads(of.threads, [&] {
             const Memory<decltype(vector)> memory(of);
             for_units(next, int64_t(of.images) * of.heads, [&](int64_t unit) {
-                const int64_t image = unit / of.heads, head = unit % of.heads;
-                attend(of, of.keys + image * of.keys_image + head * of.key,
-                       of.values + image * of.values_image + head * of.value, of.out + unit * of.key * of.value,
-                       of.softmax + unit * of.key, numbers, memory);
+                const int64_t keys = unit / of.heads * of.keys_image + unit % of.heads * of.key;
+                const int64_t values = unit / of.heads * of.values_image + unit % of.heads * of.value;
+                with_element(of.element, [&](auto number) {
+                    typedef const decltype(number) E;
+                    attend(of, static_cast<E*>(of.keys) + keys, static_cast<E*>(of.values) + values,
+                           of.out + unit * of.key * of.value, of.softmax + unit * of.key, numbers, memory);
+                });
             });
         });
     });

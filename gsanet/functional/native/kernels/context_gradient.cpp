@@ -11,7 +11,7 @@ namespace {
 
 // A map in memory, (image, pixel, head, channel); distances are in numbers.
 struct Pixels {
-    float* data;
+    void* data;
     int64_t image, pixel;
 };
 
@@ -19,6 +19,7 @@ struct ContextGradient {
     Pixels queries, keys, values, gradient, d_queries, d_keys, d_values;
     const float *context, *softmax;  // as context.cpp leaves them
     int add;  // whether d_queries and d_values hold something already, to which is added
+    int element;  // what all maps are
     int images, pixels, heads, key, value, threads;
 };
 
@@ -45,9 +46,9 @@ constexpr int SUMS = 8;  // vectors of sums that are made together
 
 // out[pixel][column] = sum over `inner` of left[pixel][i] * right[i][column vector], for P pixels and V vectors of out,
 // of which there are `columns` channels; or += if it is to add.
-template <int P, int V, class T>
-inline void multiply(const float* left, int64_t left_pixel, int inner, const T* right, int row, int columns,
-                     bool add, float* out, int64_t out_pixel) {
+template <int P, int V, class T, class L, class O>
+inline void multiply(const L* left, int64_t left_pixel, int inner, const T* right, int row, int columns, bool add,
+                     O* out, int64_t out_pixel) {
     constexpr int N = Of<T>::numbers;
     T sums[P][V] = {};
     if (add)
@@ -57,16 +58,16 @@ inline void multiply(const float* left, int64_t left_pixel, int inner, const T* 
     for (int i = 0; i < inner; i++)
         UNROLLED for (int v = 0; v < V; v++) {
             const T values = right[i * row + v];
-            UNROLLED for (int p = 0; p < P; p++) sums[p][v] += values * left[p * left_pixel + i];
+            UNROLLED for (int p = 0; p < P; p++) sums[p][v] += values * to_float(left[p * left_pixel + i]);
         }
     UNROLLED for (int p = 0; p < P; p++)
         UNROLLED for (int v = 0; v < V; v++)
             store_some(out + p * out_pixel + v * N, sums[p][v], columns - v * N);
 }
 
-template <class T>
-inline void multiply_all(const float* left, int64_t left_pixel, int inner, const T* right, int columns, int pixels,
-                         bool add, float* out, int64_t out_pixel) {
+template <class T, class L, class O>
+inline void multiply_all(const L* left, int64_t left_pixel, int inner, const T* right, int columns, int pixels,
+                         bool add, O* out, int64_t out_pixel) {
     constexpr int N = Of<T>::numbers;
     const int row = vectors_of<T>(columns);
     for (int v = 0; v < row; v += TOGETHER)
@@ -106,16 +107,16 @@ void prepare_head(const ContextGradient& of, const Head<T>& at, const float* con
 }
 
 // The gradients of one head of a piece; weights and slopes: memory for [PIECE][key].
-template <class T>
+template <class E, class T>
 void differentiate_piece(const ContextGradient& of, const Head<T>& at, const T* known, int64_t image, int head,
                          int first, int count, T* weights, T* slopes) {
     constexpr int N = Of<T>::numbers;
     const int row = vectors_of<T>(of.key);
     const auto start = [&](const Pixels& map, int width) {
-        return map.data + image * map.image + first * map.pixel + head * width;
+        return static_cast<E*>(map.data) + image * map.image + first * map.pixel + head * width;
     };
-    const float* const keys = start(of.keys, of.key);
-    float* const d_keys = start(of.d_keys, of.key);
+    const E* const keys = start(of.keys, of.key);
+    E* const d_keys = start(of.d_keys, of.key);
     for (int pixel = 0; pixel < count; pixel++)
         for (int i = 0; i < row; i++) {
             const T above = load_some<T>(keys + pixel * of.keys.pixel + i * N, of.key - i * N) - known[at.maxima + i];
@@ -136,10 +137,12 @@ void differentiate_piece(const ContextGradient& of, const Head<T>& at, const T* 
 }
 
 // `count` heads of an image; known: memory for them, zeros where rows are filled up.
-template <class T>
+template <class E, class T>
 void differentiate(const ContextGradient& of, const Head<T>& at, int64_t image, int first_head, int count, T* known,
                    T* weights, T* slopes) {
-    const auto start = [&](const Pixels& map, int pixel) { return map.data + image * map.image + pixel * map.pixel; };
+    const auto start = [&](const Pixels& map, int pixel) {
+        return static_cast<const E*>(map.data) + image * map.image + pixel * map.pixel;
+    };
     for (int i = 0; i < count; i++)
         for (int64_t j = at.d_context; j < at.turned; j++) known[i * at.count + j] = T{};
     for_pieces(of.pixels, [&](int first, int pixels) {
@@ -155,7 +158,7 @@ void differentiate(const ContextGradient& of, const Head<T>& at, int64_t image, 
     }
     for_pieces(of.pixels, [&](int first, int pixels) {
         for (int i = 0; i < count; i++)
-            differentiate_piece(of, at, known + i * at.count, image, first_head + i, first, pixels, weights, slopes);
+            differentiate_piece<E>(of, at, known + i * at.count, image, first_head + i, first, pixels, weights, slopes);
     });
 }
 
@@ -185,7 +188,10 @@ extern "C" void differentiate_context_vectors(const ContextGradient* gradient) {
             for_units(next, int64_t(of.images) * groups, [&](int64_t unit) {
                 const int first = static_cast<int>(unit % groups) * together;
                 const int count = of.heads - first < together ? of.heads - first : together;
-                differentiate(of, at, unit / groups, first, count, known.data, weights.data, slopes.data);
+                with_element(of.element, [&](auto number) {
+                    differentiate<decltype(number)>(of, at, unit / groups, first, count, known.data, weights.data,
+                                                    slopes.data);
+                });
             });
         });
     });

@@ -2,7 +2,7 @@
 // filled up with zeros. T is the vector: Block for narrow heads, of which a Vector would be half empty.
 #pragma once
 
-#include "vectors.h"
+#include "numbers.h"
 
 constexpr int PIECE = 64;                    // pixels whose weights are kept in the first cache
 constexpr int TOGETHER = BLOCK < 8 ? 4 : 2;  // vectors of channels that are multiplied together
@@ -30,9 +30,9 @@ inline void with_vector(int key, int value, F&& f) {
 
 // sums[i * row] += sum over pixels of left[pixel][i] * right[pixel]: R channels of left, and V vectors of right, of
 // which there are `columns` channels.
-template <int R, int V, class T>
-inline void add_outer_products(const float* left, int64_t left_pixel, const float* right, int64_t right_pixel,
-                               int columns, int pixels, T* sums, int row) {
+template <int R, int V, class T, class L, class E>
+inline void add_outer_products(const L* left, int64_t left_pixel, const E* right, int64_t right_pixel, int columns,
+                               int pixels, T* sums, int row) {
     constexpr int N = Of<T>::numbers;
     T products[R][V] = {};
     for (int pixel = 0; pixel < pixels; pixel++) {
@@ -40,16 +40,16 @@ inline void add_outer_products(const float* left, int64_t left_pixel, const floa
         UNROLLED for (int v = 0; v < V; v++)
             values[v] = load_some<T>(right + pixel * right_pixel + v * N, columns - v * N);
         UNROLLED for (int i = 0; i < R; i++)
-            UNROLLED for (int v = 0; v < V; v++) products[i][v] += values[v] * left[pixel * left_pixel + i];
+            UNROLLED for (int v = 0; v < V; v++) products[i][v] += values[v] * to_float(left[pixel * left_pixel + i]);
     }
     UNROLLED for (int i = 0; i < R; i++)
         UNROLLED for (int v = 0; v < V; v++) sums[i * row + v] += products[i][v];
 }
 
 // sums[key][value vector] += sum over pixels of left[pixel][key] * right[pixel][value].
-template <class T>
-inline void add_all_outer_products(const float* left, int64_t left_pixel, int key, const float* right,
-                                   int64_t right_pixel, int value, int pixels, T* sums) {
+template <class T, class L, class E>
+inline void add_all_outer_products(const L* left, int64_t left_pixel, int key, const E* right, int64_t right_pixel,
+                                   int value, int pixels, T* sums) {
     constexpr int N = Of<T>::numbers;
     const int row = vectors_of<T>(value);
     for (int first = 0; first < key; first += ROWS)

@@ -1,13 +1,14 @@
 // Positional attention treats all pairs of a line and a head alike, so a vector holds one number of LANES such pairs.
 #pragma once
 
-#include "vectors.h"
+#include "numbers.h"
 
 // A map in memory, seen as lines of pixels; the channels of a pixel lie side by side, head behind head. Distances are
 // in numbers.
 struct Map {
-    float* data;
+    void* data;
     int64_t image, line, pixel;
+    int element;  // what the numbers are
 };
 
 // LANES pairs of one image. Where a map has fewer left, the first stands in for the missing ones, and is not written.
@@ -29,24 +30,27 @@ struct Group {
 inline int count_groups(int lines, int heads) { return divide_up(lines * heads, LANES); }
 
 // Where each lane begins in some memory; null: nowhere.
+template <class E>
 struct Starts {
-    float* at[LANES] = {};
+    E* at[LANES] = {};
 
     Starts() = default;
     // Of all lanes, for reading, or of those that do not stand in for others, for writing.
     Starts(const Group& group, const Map& map, int width, bool all) {
+        E* const image = static_cast<E*>(map.data) + group.image * map.image;
         for (int lane = 0; lane < (all ? LANES : group.count); lane++)
-            at[lane] = map.data + group.image * map.image + group.line[lane] * map.line + group.head[lane] * width;
+            at[lane] = image + group.line[lane] * map.line + group.head[lane] * width;
     }
-    Starts(const Group& group, const float* data, int64_t head) {  // what is the same for all lines
-        for (int lane = 0; lane < LANES; lane++) at[lane] = const_cast<float*>(data) + group.head[lane] * head;
+    Starts(const Group& group, E* data, int64_t head) {  // what is the same for all lines
+        for (int lane = 0; lane < LANES; lane++) at[lane] = data + group.head[lane] * head;
     }
 };
 
 constexpr int AHEAD = 2;  // rows that are on their way from memory while one is turned
 
 // Rows of `width` numbers of each lane, `step` apart, as vectors [row][number].
-inline void gather(const Starts& starts, int64_t step, int rows, int width, Vector* to) {
+template <class E>
+inline void gather(const Starts<E>& starts, int64_t step, int rows, int width, Vector* to) {
     for (int row = 0; row < rows; row++, to += width) {
         if (row + AHEAD < rows)
             for (int lane = 0; lane < LANES; lane++) __builtin_prefetch(starts.at[lane] + (row + AHEAD) * step);
@@ -55,18 +59,19 @@ inline void gather(const Starts& starts, int64_t step, int rows, int width, Vect
         for (; c + BLOCK <= width; c += BLOCK) {
             for (int lane = 0; lane < LANES; lane += BLOCK) {
                 Block block[BLOCK];
-                UNROLLED for (int i = 0; i < BLOCK; i++) block[i] = load_block(starts.at[lane + i] + row * step + c);
+                UNROLLED for (int i = 0; i < BLOCK; i++) block[i] = load<Block>(starts.at[lane + i] + row * step + c);
                 transpose(block);
-                UNROLLED for (int i = 0; i < BLOCK; i++) store_block(out + (c + i) * LANES + lane, block[i]);
+                UNROLLED for (int i = 0; i < BLOCK; i++) store(out + (c + i) * LANES + lane, block[i]);
             }
         }
         for (; c < width; c++)
-            for (int lane = 0; lane < LANES; lane++) out[c * LANES + lane] = starts.at[lane][row * step + c];
+            for (int lane = 0; lane < LANES; lane++) out[c * LANES + lane] = to_float(starts.at[lane][row * step + c]);
     }
 }
 
 // The way back.
-inline void scatter(const Starts& starts, int64_t step, int rows, int width, const Vector* from) {
+template <class E>
+inline void scatter(const Starts<E>& starts, int64_t step, int rows, int width, const Vector* from) {
     bool whole = true;
     for (int lane = 0; lane < LANES; lane++) whole = whole && starts.at[lane];
     for (int row = 0; row < rows; row++, from += width) {
@@ -75,15 +80,28 @@ inline void scatter(const Starts& starts, int64_t step, int rows, int width, con
         for (; whole && c + BLOCK <= width; c += BLOCK) {
             for (int lane = 0; lane < LANES; lane += BLOCK) {
                 Block block[BLOCK];
-                UNROLLED for (int i = 0; i < BLOCK; i++) block[i] = load_block(in + (c + i) * LANES + lane);
+                UNROLLED for (int i = 0; i < BLOCK; i++) block[i] = load<Block>(in + (c + i) * LANES + lane);
                 transpose(block);
-                UNROLLED for (int i = 0; i < BLOCK; i++) store_block(starts.at[lane + i] + row * step + c, block[i]);
+                UNROLLED for (int i = 0; i < BLOCK; i++) store(starts.at[lane + i] + row * step + c, block[i]);
             }
         }
         for (; c < width; c++)
             for (int lane = 0; lane < LANES; lane++)
-                if (starts.at[lane]) starts.at[lane][row * step + c] = in[c * LANES + lane];
+                if (starts.at[lane]) starts.at[lane][row * step + c] = from_float<E>(in[c * LANES + lane]);
     }
+}
+
+// The pixels of a group's lines, [pixel][width]; and the way back.
+inline void gather(const Group& group, const Map& map, int length, int width, Vector* to) {
+    with_element(map.element, [&](auto number) {
+        gather(Starts<decltype(number)>(group, map, width, true), map.pixel, length, width, to);
+    });
+}
+
+inline void scatter(const Group& group, const Map& map, int length, int width, const Vector* from) {
+    with_element(map.element, [&](auto number) {
+        scatter(Starts<decltype(number)>(group, map, width, false), map.pixel, length, width, from);
+    });
 }
 
 inline void clear(Vector* vectors, int64_t count) {

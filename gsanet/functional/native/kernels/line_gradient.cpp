@@ -101,7 +101,7 @@ void differentiate_strip(const LineGradient& of, const Vectors& at, int first, i
 
 // The four rows of a norm's numbers, of the channels of a group.
 void gather_channels(const LineGradient& of, const Group& group, const float* from, Vector* to) {
-    gather(Starts(group, from, of.value), int64_t(of.heads) * of.value, 4, of.value, to);
+    gather(Starts<const float>(group, from, of.value), int64_t(of.heads) * of.value, 4, of.value, to);
 }
 
 // The values behind their norm; others keep them without its scale and shift.
@@ -124,7 +124,7 @@ void differentiate_norm(const LineGradient& of, const Vectors& at, const Group& 
     const Vector *const a = vectors + at.channels, *const b = a + of.value, *const c = b + of.value;
     const Vector* const d = c + of.value;
     gather_channels(of, group, of.coefficients, vectors + at.channels);
-    gather(Starts(group, of.output, of.value, true), of.output.pixel, of.length, of.value, outputs);
+    gather(group, of.output, of.length, of.value, outputs);
     for (int i = 0; i < of.length; i++)
         for (int v = 0; v < of.value; v++) {
             Vector& one = gradient[i * of.value + v];
@@ -136,9 +136,9 @@ void differentiate_norm(const LineGradient& of, const Vectors& at, const Group& 
 void differentiate(const LineGradient& of, const Vectors& at, const Group& group, double* d_norm, Vector* vectors) {
     Vector *const gradient = vectors + at.gradient, *const d_queries = vectors + at.d_queries;
     Vector* const d_values = vectors + at.d_values;
-    gather(Starts(group, of.queries, of.key, true), of.queries.pixel, of.length, of.key, vectors + at.queries);
-    gather(Starts(group, of.values, of.value, true), of.values.pixel, of.length, of.value, vectors + at.values);
-    gather(Starts(group, of.gradient, of.value, true), of.gradient.pixel, of.length, of.value, gradient);
+    gather(group, of.queries, of.length, of.key, vectors + at.queries);
+    gather(group, of.values, of.length, of.value, vectors + at.values);
+    gather(group, of.gradient, of.length, of.value, gradient);
     if (of.norm) normalise(of, at, group, vectors);
     if (of.coefficients) differentiate_norm(of, at, group, vectors);
     if (group.count < LANES) {  // a pair that only stands in adds nothing
@@ -146,7 +146,7 @@ void differentiate(const LineGradient& of, const Vectors& at, const Group& group
         for (int64_t i = 0; i < int64_t(of.length) * of.value; i++) gradient[i] = others ? Vector{} : gradient[i];
     }
     if (of.add)
-        gather(Starts(group, of.d_queries, of.key, true), of.d_queries.pixel, of.length, of.key, d_queries);
+        gather(group, of.d_queries, of.length, of.key, d_queries);
     else
         clear(d_queries, int64_t(of.length) * of.key);
 
@@ -156,8 +156,8 @@ void differentiate(const LineGradient& of, const Vectors& at, const Group& group
 
     if (d_norm)
         add_sums(group, d_values, vectors + at.others, of.length, of.value, of.heads * of.value, d_norm);
-    scatter(Starts(group, of.d_queries, of.key, false), of.d_queries.pixel, of.length, of.key, d_queries);
-    scatter(Starts(group, of.d_values, of.value, false), of.d_values.pixel, of.length, of.value, d_values);
+    scatter(group, of.d_queries, of.length, of.key, d_queries);
+    scatter(group, of.d_values, of.length, of.value, d_values);
 }
 
 }  // namespace

@@ -33,18 +33,18 @@ struct Vectors {
 
 void attend(const Lines& of, const Vectors& at, const Group& group, Vector* vectors) {
     Vector *const queries = vectors + at.queries, *const sums = vectors + at.sums;
-    gather(Starts(group, of.queries, of.key, true), of.queries.pixel, of.length, of.key, queries);
+    gather(group, of.queries, of.length, of.key, queries);
     if (of.context) {
         const float* const context = of.context + int64_t(group.image) * of.heads * of.key * of.value;
-        gather(Starts(group, context, of.key * of.value), of.value, of.key, of.value, vectors + at.context);
+        gather(Starts<const float>(group, context, of.key * of.value), of.value, of.key, of.value, vectors + at.context);
         attend_by_content(queries, vectors + at.context, of.length, of.key, of.value, sums);
     }
     if (of.embeddings) {
         Vector* const values = vectors + at.values;
-        gather(Starts(group, of.values, of.value, true), of.values.pixel, of.length, of.value, values);
+        gather(group, of.values, of.length, of.value, values);
         if (of.norm) {
             Vector *const scale = vectors + at.norm, *const shift = scale + of.value;
-            gather(Starts(group, of.norm, of.value), int64_t(of.heads) * of.value, 2, of.value, scale);
+            gather(Starts<const float>(group, of.norm, of.value), int64_t(of.heads) * of.value, 2, of.value, scale);
             for (int i = 0; i < of.length; i++)
                 for (int c = 0; c < of.value; c++) {
                     Vector& value = values[i * of.value + c];
@@ -54,7 +54,7 @@ void attend(const Lines& of, const Vectors& at, const Group& group, Vector* vect
         attend_by_position(queries, values, of.embeddings, of.length, of.key, of.value, of.context != nullptr,
                            vectors + at.scores, sums);
     }
-    scatter(Starts(group, of.out, of.value, false), of.out.pixel, of.length, of.value, sums);
+    scatter(group, of.out, of.length, of.value, sums);
 }
 
 }  // namespace

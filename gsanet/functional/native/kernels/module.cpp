@@ -72,14 +72,18 @@ void hand_over(const Module& of, const Lanes& lanes, int group, int present, con
 // A group of lines, from the map to what the groups across need of it.
 void attend_along(const Module& of, const Shared& at, const Own& own, int image, int group, Vector* all, Vector* mine) {
     const int present = at.lanes.present(group, of.lines);
-    pack_group(of, at.lanes, image, group, present, floats(mine + own.pixels));
+    with_element(of.element, [&](auto number) {
+        pack_group<decltype(number)>(of, at.lanes, image, group, present, floats(mine + own.pixels));
+    });
     // What this thread is likely to take next.
     const int next = group + of.threads;
     const Place later = next < at.groups ? Place{image, next} : Place{image + 1, next - at.groups};
     for (int set = 0; set < at.lanes.sets; set++) {
         const int64_t place = at.place(image, set);
-        project_group(of, at, own, all + at.weights + int64_t(set) * at.panels * of.channels * WIDE, present, later,
-                      mine);
+        const Vector* const weights = all + at.weights + int64_t(set) * at.panels * at.words * WIDE;
+        with_element(of.element, [&](auto number) {
+            project_group<decltype(number)>(of, at, own, weights, present, later, mine);
+        });
         if (of.content)
             add_to_context(of, own, (at.lanes.together - present) * at.lanes.slot, mine,
                            all + at.parts + (place * at.groups + group) * at.part);
@@ -111,14 +115,18 @@ void attend_across(const Module& of, const Shared& at, const Own& own, int image
             attend_by_position(queries, all + at.values + pixel * of.value, of.across, of.lines, of.key, of.value,
                                of.content, mine + own.scores, sums);
         if (of.finish.present) scale_shift_and_cut(all + at.finish + set * 2 * of.value, of.lines, of.value, sums);
-        Starts starts;
-        for (int lane = 0; lane < LANES; lane++) {
-            const int line = group * at.lanes.together + lane / at.lanes.slot;
-            const int head = set * at.lanes.slot + lane % at.lanes.slot;
-            if (line < of.length && head < of.heads)
-                starts.at[lane] = of.out + image * of.out_image + line * of.out_pixel + head * of.value;
-        }
-        scatter(starts, of.out_line, of.lines, of.value, sums);
+        with_element(of.element, [&](auto number) {
+            typedef decltype(number) E;
+            Starts<E> starts;
+            for (int lane = 0; lane < LANES; lane++) {
+                const int line = group * at.lanes.together + lane / at.lanes.slot;
+                const int head = set * at.lanes.slot + lane % at.lanes.slot;
+                if (line < of.length && head < of.heads)
+                    starts.at[lane] =
+                        static_cast<E*>(of.out) + image * of.out_image + line * of.out_pixel + head * of.value;
+            }
+            scatter(starts, of.out_line, of.lines, of.value, sums);
+        });
     }
 }
 
@@ -162,7 +170,7 @@ void take_groups(const Module& of, const Shared& at, const Own& own, Progress& p
 extern "C" void attend_as_module(const Module* module) {
     const Module& of = *module;
     const Shared at(of);
-    const Own own(of, at.lanes);
+    const Own own(of, at);
     Scratch<Vector> shared(at.count);
     Vector* const all = shared.data;
     for (int set = 0; set < at.lanes.sets; set++) {
@@ -174,8 +182,11 @@ extern "C" void attend_as_module(const Module* module) {
     in_threads(of.threads, [&] {
         Scratch<Vector> vectors(own.count);
         for_units(progress.next_panel, panels, [&](int64_t unit) {
-            pack_panel(of, at, static_cast<int>(unit / at.panels), static_cast<int>(unit % at.panels),
-                       all + at.weights + unit * of.channels * WIDE);
+            with_element(of.element, [&](auto number) {
+                pack_panel<decltype(number)>(of, at, static_cast<int>(unit / at.panels),
+                                             static_cast<int>(unit % at.panels),
+                                             all + at.weights + unit * at.words * WIDE);
+            });
             progress.packed.fetch_add(1, std::memory_order_release);
         });
         wait_for(progress.packed, panels);

@@ -14,15 +14,16 @@ struct Norm {
 };
 
 struct Module {
-    const float* x;
+    const void* x;
     int64_t x_image, x_line, x_pixel, x_channel;  // distances, in numbers
-    const float* weight;  // (row, channel): rows of queries, keys (if there is content attention) and values
+    const void* weight;   // (row, channel): rows of queries, keys (if there is content attention) and values
     const float* along;   // embeddings, (2 * length - 1, key); or null: no attention along the lines
     const float* across;  // embeddings, (2 * lines - 1, key); or null
     Norm between;         // of the output of attention along the lines
     Norm finish;          // of the module's output, before a ReLU
-    float* out;
+    void* out;
     int64_t out_image, out_line, out_pixel;
+    int element;  // what x, weight and out are
     int content, images, lines, length, channels, heads, key, value, threads;
 };
 
@@ -51,16 +52,17 @@ inline void with_slot(int slot, F&& f) {
     f(Number<most>{});
 }
 
-// What all threads share: of each set of heads weights [panel][channel][WIDE] and scales and shifts [2][value]; of each
+// What all threads share: of each set of heads weights [panel][word][WIDE] and scales and shifts [2][value]; of each
 // set of a few images, whose places are taken by later ones, queries and values [group across][pixel][channel], what
 // each group has to say of the context vectors [group][part], and these [key][value].
 struct Shared {
     Lanes lanes;
-    int width, panels, groups, groups_across, part, ring;
+    int width, words, panels, groups, groups_across, part, ring;
     int64_t weights, between, finish, queries, values, parts, context, count;
 
     explicit Shared(const Module& of) : lanes(of.heads) {
         width = of.key * (of.content ? 2 : 1) + of.value;
+        words = words_of(of.element, of.channels);
         panels = divide_up(width * lanes.slot, WIDE * LANES);
         groups = lanes.groups(of.lines);
         groups_across = lanes.groups(of.length);
@@ -69,7 +71,7 @@ struct Shared {
         if (ring > of.images) ring = of.images;
         const int64_t each = int64_t(ring) * lanes.sets;
         Layout take;
-        weights = take(int64_t(lanes.sets) * panels * of.channels * WIDE);
+        weights = take(int64_t(lanes.sets) * panels * words * WIDE);
         between = take(of.between.present ? lanes.sets * 2 * of.value : 0);
         finish = take(of.finish.present ? lanes.sets * 2 * of.value : 0);
         queries = take(each * groups_across * of.lines * of.key);
@@ -86,10 +88,11 @@ struct Shared {
 struct Own {
     int64_t pixels, tile, queries, keys, values, sums, scores, count;
 
-    explicit Own(const Module& of, const Lanes& lanes) {
+    Own(const Module& of, const Shared& at) {
+        const Lanes& lanes = at.lanes;
         const int64_t length = of.length, longest = of.length > of.lines ? of.length : of.lines;
         Layout take;
-        pixels = take((length * lanes.together * of.channels + LANES - 1) / LANES);
+        pixels = take((length * lanes.together * at.words + LANES - 1) / LANES);
         tile = take(TALL * WIDE);
         queries = take(length * of.key);
         keys = take(of.content ? length * of.key : 0);

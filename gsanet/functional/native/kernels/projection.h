@@ -1,7 +1,11 @@
 // Products of pixels and weights: a tile of pixels times a panel of weights, both packed first.
 #pragma once
 
-#include "vectors.h"
+#include "numbers.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>  // for the one instruction that no compiler finds by itself
+#endif
 
 constexpr int BLOCKS = LANES / BLOCK;  // of a vector
 #if defined(__AVX512F__)
@@ -15,39 +19,86 @@ constexpr int TALL = 6;
 constexpr int WIDE = 4;
 #endif
 
-// Rows of weights as [channel][WIDE vectors]; a null row is one of zeros.
-inline void pack_weights(const float* const* rows, int channels, Vector* to) {
-    constexpr int ROWS = WIDE * LANES;
+// What products are made of, in words of four bytes: a float for each channel; or, where the machine multiplies such pairs
+// at once, two bfloat16 of neighbouring channels.
+template <class E>
+struct Words {
+    static constexpr int channels = 1;  // of a word
+    static Block block(const E* from) { return load<Block>(from); }
+    static float one(const E* from, int64_t, int) { return to_float(*from); }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Words<Bfloat16> {
+    static constexpr int channels = 2;
+    static Block block(const Bfloat16* from) {
+        Block words;
+        __builtin_memcpy(&words, from, sizeof words);
+        return words;
+    }
+    // Of channels that are `step` apart, and of which so many are left.
+    static float one(const Bfloat16* from, int64_t step, int left) {
+        const Bfloat16 pair[2] = {from[0], left > 1 ? from[step] : Bfloat16{0}};
+        float word;
+        __builtin_memcpy(&word, pair, sizeof word);
+        return word;
+    }
+};
+#endif
+
+template <class E>
+inline int words_of(int channels) {
+    return divide_up(channels, Words<E>::channels);
+}
+inline int words_of(int element, int channels) {
+    int words = 0;
+    with_element(element, [&](auto number) { words = words_of<decltype(number)>(channels); });
+    return words;
+}
+
+// Rows of weights as [word][WIDE vectors]; a null row is one of zeros.
+template <class E>
+inline void pack_weights(const E* const* rows, int channels, Vector* to) {
+    constexpr int ROWS = WIDE * LANES, EACH = Words<E>::channels;
     float* const out = reinterpret_cast<float*>(to);
     for (int first = 0; first < ROWS; first += BLOCK) {
         bool whole = true;
         for (int i = 0; i < BLOCK; i++) whole = whole && rows[first + i];
-        int c = 0;
-        for (; whole && c + BLOCK <= channels; c += BLOCK) {
+        int word = 0;
+        for (; whole && (word + BLOCK) * EACH <= channels; word += BLOCK) {
             Block block[BLOCK];
-            UNROLLED for (int i = 0; i < BLOCK; i++) block[i] = load_block(rows[first + i] + c);
+            UNROLLED for (int i = 0; i < BLOCK; i++) block[i] = Words<E>::block(rows[first + i] + word * EACH);
             transpose(block);
-            UNROLLED for (int i = 0; i < BLOCK; i++) store_block(out + (c + i) * ROWS + first, block[i]);
+            UNROLLED for (int i = 0; i < BLOCK; i++) store(out + (word + i) * ROWS + first, block[i]);
         }
-        for (; c < channels; c++)
-            for (int i = first; i < first + BLOCK; i++) out[c * ROWS + i] = rows[i] ? rows[i][c] : 0;
+        for (; word * EACH < channels; word++)
+            for (int i = first; i < first + BLOCK; i++) {
+                const int c = word * EACH;
+                out[word * ROWS + i] = rows[i] ? Words<E>::one(rows[i] + c, 1, channels - c) : 0;
+            }
     }
 }
 
-// Channels of `count` pixels, `step` apart in memory, as [channel][pixel].
-inline void pack_pixels(const float* const* pixels, int count, int channels, int64_t step, float* to) {
-    int c = 0;
-    for (; step == 1 && count >= BLOCK && c + BLOCK <= channels; c += BLOCK) {
+// Channels of `count` pixels, `step` apart in memory, as [word][pixel].
+template <class E>
+inline void pack_pixels(const E* const* pixels, int count, int channels, int64_t step, float* to) {
+    constexpr int EACH = Words<E>::channels;
+    int word = 0;
+    for (; step == 1 && count >= BLOCK && (word + BLOCK) * EACH <= channels; word += BLOCK) {
         for (int p = 0; p < count; p += BLOCK) {
             const int first = p + BLOCK <= count ? p : count - BLOCK;  // the last may begin inside of the one before
             Block block[BLOCK];
-            UNROLLED for (int i = 0; i < BLOCK; i++) block[i] = load_block(pixels[first + i] + c);
+            UNROLLED for (int i = 0; i < BLOCK; i++) block[i] = Words<E>::block(pixels[first + i] + word * EACH);
             transpose(block);
-            UNROLLED for (int i = 0; i < BLOCK; i++) store_block(to + (c + i) * count + first, block[i]);
+            UNROLLED for (int i = 0; i < BLOCK; i++) store(to + (word + i) * count + first, block[i]);
         }
     }
-    for (; c < channels; c++)
-        for (int p = 0; p < count; p++) to[c * count + p] = pixels[p][c * step];
+    for (; word * EACH < channels; word++)
+        for (int p = 0; p < count; p++) {
+            const int c = word * EACH;
+            to[word * count + p] = Words<E>::one(pixels[p] + c * step, step, channels - c);
+        }
 }
 
 // `count` pixels, cut into tiles of about the same size.
@@ -69,17 +120,31 @@ inline void for_pixel_tiles(int count, F&& f) {
     for (int tile = 0; tile < all.tiles; tile++) all.with_tile(tile, f);
 }
 
-// sums = P pixels times WIDE vectors of weights. pixels: [channel][P]. weights: [channel][WIDE].
-template <int P>
-inline void multiply_tile(const float* pixels, const Vector* weights, int channels, Vector (&sums)[P][WIDE]) {
+// sum += the products of the channels of a word.
+template <class E>
+inline void multiply_words(Vector weight, float pixel, Vector& sum) {
+#if defined(__AVX512BF16__)
+    if constexpr (Words<E>::channels == 2) {
+        int32_t pair;
+        __builtin_memcpy(&pair, &pixel, sizeof pair);
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)weight, (__m512bh)_mm512_set1_epi32(pair));
+        return;
+    }
+#endif
+    sum += weight * pixel;
+}
+
+// sums = P pixels times WIDE vectors of weights. pixels: [word][P]. weights: [word][WIDE].
+template <int P, class E>
+inline void multiply_tile(const float* pixels, const Vector* weights, int words, Vector (&sums)[P][WIDE]) {
     UNROLLED for (int p = 0; p < P; p++)
         UNROLLED for (int i = 0; i < WIDE; i++) sums[p][i] = Vector{};
-    for (int c = 0; c < channels; c++) {
+    for (int word = 0; word < words; word++) {
         Vector weight[WIDE];
-        UNROLLED for (int i = 0; i < WIDE; i++) weight[i] = weights[c * WIDE + i];
+        UNROLLED for (int i = 0; i < WIDE; i++) weight[i] = weights[word * WIDE + i];
         UNROLLED for (int p = 0; p < P; p++) {
-            const float pixel = pixels[c * P + p];
-            UNROLLED for (int i = 0; i < WIDE; i++) sums[p][i] += weight[i] * pixel;
+            const float pixel = pixels[word * P + p];
+            UNROLLED for (int i = 0; i < WIDE; i++) multiply_words<E>(weight[i], pixel, sums[p][i]);
         }
     }
 }

@@ -55,49 +55,6 @@ struct Scratch {
     Scratch& operator=(const Scratch&) = delete;
 };
 
-inline Block load_block(const float* from) {
-    Block block;
-    __builtin_memcpy(&block, from, sizeof block);  // from any address
-    return block;
-}
-
-inline void store_block(float* to, Block block) { __builtin_memcpy(to, &block, sizeof block); }
-
-// What a vector is made of.
-template <class T>
-struct Of;
-template <>
-struct Of<Block> {
-    static constexpr int numbers = BLOCK;
-    typedef Integers Bits;
-};
-#if defined(__AVX512F__)  // elsewhere both are one
-template <>
-struct Of<Vector> {
-    static constexpr int numbers = LANES;
-    typedef ::Bits Bits;
-};
-#endif
-
-// A vector, or the `count` numbers that are left.
-template <class T>
-inline T load_some(const float* from, int count) {
-    T vector = {};
-    if (count >= Of<T>::numbers)
-        __builtin_memcpy(&vector, from, sizeof vector);  // from any address
-    else
-        for (int i = 0; i < count; i++) vector[i] = from[i];
-    return vector;
-}
-
-template <class T>
-inline void store_some(float* to, T vector, int count) {
-    if (count >= Of<T>::numbers)
-        __builtin_memcpy(to, &vector, sizeof vector);
-    else
-        for (int i = 0; i < count; i++) to[i] = vector[i];
-}
-
 // Rows become columns.
 #if defined(__AVX__)
 inline void transpose(Block (&rows)[8]) {
