@@ -31,13 +31,19 @@ struct Vectors {
     }
 };
 
-void attend(const Lines& of, const Vectors& at, const Group& group, Vector* vectors) {
+// embeddings: in words.
+template <int EACH>
+void attend(const Lines& of, const Vectors& at, const float* embeddings, const Group& group, Vector* vectors) {
     Vector *const queries = vectors + at.queries, *const sums = vectors + at.sums;
+    const int key = words_of<EACH>(of.key);
     gather(group, of.queries, of.length, of.key, queries);
+    join_columns<EACH>(queries, of.length, of.key, queries);
     if (of.context) {
         const float* const context = of.context + int64_t(group.image) * of.heads * of.key * of.value;
-        gather(Starts<const float>(group, context, of.key * of.value), of.value, of.key, of.value, vectors + at.context);
-        attend_by_content(queries, vectors + at.context, of.length, of.key, of.value, sums);
+        Vector* const all = vectors + at.context;
+        gather(Starts<const float>(group, context, of.key * of.value), of.value, of.key, of.value, all);
+        join_rows<EACH>(all, of.key, of.value, all);
+        attend_by_content<EACH>(queries, all, of.length, key, of.value, sums);
     }
     if (of.embeddings) {
         Vector* const values = vectors + at.values;
@@ -51,8 +57,9 @@ void attend(const Lines& of, const Vectors& at, const Group& group, Vector* vect
                     value = value * scale[c] + shift[c];
                 }
         }
-        attend_by_position(queries, values, of.embeddings, of.length, of.key, of.value, of.context != nullptr,
-                           vectors + at.scores, sums);
+        join_rows<EACH>(values, of.length, of.value, values);
+        attend_by_position<EACH>(queries, values, embeddings, of.length, key, of.value, of.context != nullptr,
+                                 vectors + at.scores, sums);
     }
     scatter(group, of.out, of.length, of.value, sums);
 }
@@ -65,6 +72,7 @@ extern "C" void attend_along_lines(const Lines* lines) {
     const Vectors at(of);
     const int groups = count_groups(of.lines, of.heads), channels = of.heads * of.value;
     const int64_t units = int64_t(of.images) * groups, shares = of.moments ? of.shares : units;
+    const Table embeddings(of.queries.element, of.embeddings, 2 * int64_t(of.length) - 1, of.key);
     std::atomic<int64_t> next{0};
     in_threads(of.threads, [&] {
         Scratch<Vector> vectors(at.count);
@@ -73,7 +81,9 @@ extern "C" void attend_along_lines(const Lines* lines) {
             for (int i = 0; moments && i < 3 * channels; i++) moments[i] = 0;
             for (int64_t unit = units * share / shares; unit < units * (share + 1) / shares; unit++) {
                 const Group group(static_cast<int>(unit / groups), static_cast<int>(unit % groups), of.lines, of.heads);
-                attend(of, at, group, vectors.data);
+                with_words(of.queries.element, [&](auto each) {
+                    attend<decltype(each)::value>(of, at, embeddings.words, group, vectors.data);
+                });
                 if (moments) add_moments(group, vectors.data + at.sums, of.length, of.value, channels, moments);
             }
         });

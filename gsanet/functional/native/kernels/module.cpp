@@ -69,8 +69,19 @@ void hand_over(const Module& of, const Lanes& lanes, int group, int present, con
     });
 }
 
+// Embeddings along the lines and across them, in words.
+struct Tables {
+    Table along, across;
+
+    explicit Tables(const Module& of)
+        : along(of.element, of.along, 2 * int64_t(of.length) - 1, of.key),
+          across(of.element, of.across, 2 * int64_t(of.lines) - 1, of.key) {}
+};
+
 // A group of lines, from the map to what the groups across need of it.
-void attend_along(const Module& of, const Shared& at, const Own& own, int image, int group, Vector* all, Vector* mine) {
+template <int EACH>
+void attend_along(const Module& of, const Shared& at, const Own& own, const Tables& tables, int image, int group,
+                  Vector* all, Vector* mine) {
     const int present = at.lanes.present(group, of.lines);
     with_element(of.element, [&](auto number) {
         pack_group<decltype(number)>(of, at.lanes, image, group, present, floats(mine + own.pixels));
@@ -87,33 +98,43 @@ void attend_along(const Module& of, const Shared& at, const Own& own, int image,
         if (of.content)
             add_to_context(of, own, (at.lanes.together - present) * at.lanes.slot, mine,
                            all + at.parts + (place * at.groups + group) * at.part);
-        const Vector *values = mine + own.values, *affine = nullptr;
+        Vector *const queries = mine + own.queries, *values = mine + own.values;
+        const Vector* affine = nullptr;
+        join_columns<EACH>(queries, of.length, of.key, queries);
         if (of.along) {
-            attend_by_position(mine + own.queries, values, of.along, of.length, of.key, of.value, false,
-                               mine + own.scores, mine + own.sums);
+            join_rows<EACH>(values, of.length, of.value, values);
+            attend_by_position<EACH>(queries, values, tables.along.words, of.length, at.key, of.value, false,
+                                     mine + own.scores, mine + own.sums);
             values = mine + own.sums;
             if (of.between.present) affine = all + at.between + set * 2 * of.value;
         }
         const int64_t pixels = place * at.groups_across * of.lines;
-        hand_over(of, at.lanes, group, present, mine + own.queries, of.key, nullptr,
-                  all + at.queries + pixels * of.key);
+        hand_over(of, at.lanes, group, present, queries, at.key, nullptr, all + at.queries + pixels * at.key);
         if (of.across)
             hand_over(of, at.lanes, group, present, values, of.value, affine, all + at.values + pixels * of.value);
     }
 }
 
 // A group across the lines, to the output. Where it has fewer lines than slots, the lanes of others hold anything.
-void attend_across(const Module& of, const Shared& at, const Own& own, int image, int group, const Vector* all,
-                   Vector* mine) {
+template <int EACH>
+void attend_across(const Module& of, const Shared& at, const Own& own, const Tables& tables, int image, int group,
+                   const Vector* all, Vector* mine) {
     Vector* const sums = mine + own.sums;
     for (int set = 0; set < at.lanes.sets; set++) {
         const int64_t place = at.place(image, set), pixel = (place * at.groups_across + group) * of.lines;
-        const Vector* const queries = all + at.queries + pixel * of.key;
+        const Vector* const queries = all + at.queries + pixel * at.key;
         if (of.content)
-            attend_by_content(queries, all + at.context + place * of.key * of.value, of.lines, of.key, of.value, sums);
-        if (of.across)
-            attend_by_position(queries, all + at.values + pixel * of.value, of.across, of.lines, of.key, of.value,
-                               of.content, mine + own.scores, sums);
+            attend_by_content<EACH>(queries, all + at.context + place * of.key * of.value, of.lines, at.key, of.value,
+                                    sums);
+        if (of.across) {
+            const Vector* values = all + at.values + pixel * of.value;
+            if constexpr (EACH > 1) {
+                join_rows<EACH>(values, of.lines, of.value, mine + own.values);
+                values = mine + own.values;
+            }
+            attend_by_position<EACH>(queries, values, tables.across.words, of.lines, at.key, of.value, of.content,
+                                     mine + own.scores, sums);
+        }
         if (of.finish.present) scale_shift_and_cut(all + at.finish + set * 2 * of.value, of.lines, of.value, sums);
         with_element(of.element, [&](auto number) {
             typedef decltype(number) E;
@@ -142,7 +163,9 @@ struct Progress {
 
 // Takes groups as long as there are any: those along the lines of an image, those across the lines of the one before,
 // and so on. So nobody waits but for what others are at work on already, and few images are in memory at a time.
-void take_groups(const Module& of, const Shared& at, const Own& own, Progress& progress, Vector* all, Vector* mine) {
+template <int EACH>
+void take_groups(const Module& of, const Shared& at, const Own& own, const Tables& tables, Progress& progress,
+                 Vector* all, Vector* mine) {
     const int each = at.groups + at.groups_across;
     for_units(progress.next, int64_t(of.images) * each, [&](int64_t unit) {
         const int64_t number = unit - at.groups;  // below zero: the first image has none before it
@@ -150,16 +173,16 @@ void take_groups(const Module& of, const Shared& at, const Own& own, Progress& p
         const int place = static_cast<int>(number < 0 ? unit : number % each);
         if (step < of.images && place < at.groups) {
             if (step >= at.ring) wait_for(progress.across[step - at.ring], at.groups_across);
-            attend_along(of, at, own, step, place, all, mine);
+            attend_along<EACH>(of, at, own, tables, step, place, all, mine);
             // Whoever comes last joins what all have said. Those across wait until one more than all have come.
             if (progress.along[step].fetch_add(1, std::memory_order_acq_rel) == at.groups - 1) {
-                if (of.content) join_context(of, at, step, all);
+                if (of.content) join_context<EACH>(of, at, step, all);
                 progress.along[step].fetch_add(1, std::memory_order_release);
             }
         } else {
             const int image = step - 1;
             wait_for(progress.along[image], at.groups + 1);
-            attend_across(of, at, own, image, step < of.images ? place - at.groups : place, all, mine);
+            attend_across<EACH>(of, at, own, tables, image, step < of.images ? place - at.groups : place, all, mine);
             progress.across[image].fetch_add(1, std::memory_order_release);
         }
     });
@@ -177,6 +200,7 @@ extern "C" void attend_as_module(const Module* module) {
         if (of.between.present) spread(of, at.lanes, of.between, set, all + at.between + set * 2 * of.value);
         if (of.finish.present) spread(of, at.lanes, of.finish, set, all + at.finish + set * 2 * of.value);
     }
+    const Tables tables(of);
     Progress progress(of.images);
     const int panels = at.lanes.sets * at.panels;
     in_threads(of.threads, [&] {
@@ -190,6 +214,8 @@ extern "C" void attend_as_module(const Module* module) {
             progress.packed.fetch_add(1, std::memory_order_release);
         });
         wait_for(progress.packed, panels);
-        take_groups(of, at, own, progress, all, vectors.data);
+        with_words(of.element, [&](auto each) {
+            take_groups<decltype(each)::value>(of, at, own, tables, progress, all, vectors.data);
+        });
     });
 }

@@ -57,12 +57,13 @@ inline void with_slot(int slot, F&& f) {
 // each group has to say of the context vectors [group][part], and these [key][value].
 struct Shared {
     Lanes lanes;
-    int width, words, panels, groups, groups_across, part, ring;
+    int width, words, key, panels, groups, groups_across, part, ring;  // words of channels, and of keys
     int64_t weights, between, finish, queries, values, parts, context, count;
 
     explicit Shared(const Module& of) : lanes(of.heads) {
         width = of.key * (of.content ? 2 : 1) + of.value;
         words = words_of(of.element, of.channels);
+        key = words_of(of.element, of.key);
         panels = divide_up(width * lanes.slot, WIDE * LANES);
         groups = lanes.groups(of.lines);
         groups_across = lanes.groups(of.length);
@@ -74,7 +75,7 @@ struct Shared {
         weights = take(int64_t(lanes.sets) * panels * words * WIDE);
         between = take(of.between.present ? lanes.sets * 2 * of.value : 0);
         finish = take(of.finish.present ? lanes.sets * 2 * of.value : 0);
-        queries = take(each * groups_across * of.lines * of.key);
+        queries = take(each * groups_across * of.lines * key);
         values = take(of.across ? each * groups_across * of.lines * of.value : 0);
         parts = take(of.content ? each * groups * part : 0);
         context = take(of.content ? each * of.key * of.value : 0);
@@ -96,7 +97,7 @@ struct Own {
         tile = take(TALL * WIDE);
         queries = take(length * of.key);
         keys = take(of.content ? length * of.key : 0);
-        values = take(length * of.value);
+        values = take(longest * of.value);
         sums = take(longest * of.value);
         scores = take(PIXELS * cached_pixels(of.value));
         count = take.end;

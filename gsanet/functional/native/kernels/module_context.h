@@ -27,7 +27,7 @@ inline void add_to_context(const Module& of, const Own& own, int spare, Vector* 
     const Bits without_line = lanes_from(LANES - spare);
     for (int c = 0; c < of.key; c++) maxima[c] = without_line ? Vector{} - __builtin_inff() : maxima[c];
     for_pixels(of.key, [&](int c, auto rows) {
-        mix_channels<decltype(rows)::value>(keys + c, 1, of.key, mine + own.values, of.length, of.value, false,
+        mix_channels<1, decltype(rows)::value>(keys + c, 1, of.key, mine + own.values, of.length, of.value, false,
                                             sums + c * of.value);
     });
 }
@@ -43,7 +43,8 @@ inline Vector over_slots(Vector vector, int slot, F&& f) {
     return vector;
 }
 
-// The context vectors of an image, from what all groups have to say.
+// The context vectors of an image, from what all groups have to say, at last in words of keys.
+template <int EACH>
 inline void join_context(const Module& of, const Shared& at, int image, Vector* all) {
     const auto larger = [](Vector a, Vector b) { return a > b ? a : b; };
     const auto plus = [](Vector a, Vector b) { return a + b; };
@@ -65,5 +66,9 @@ inline void join_context(const Module& of, const Shared& at, int image, Vector* 
         }
         total = over_slots(total, at.lanes.slot, plus);
         for (int i = 0; i < of.value; i++) sums[i] = over_slots(sums[i], at.lanes.slot, plus) / total;
+    }
+    for (int set = 0; set < at.lanes.sets; set++) {
+        Vector* const context = all + at.context + at.place(image, set) * of.key * of.value;
+        join_rows<EACH>(context, of.key, of.value, context);
     }
 }

@@ -14,7 +14,7 @@ struct Places {
 template <class E, int P>
 inline void project(const float* pixels, const Vector* weights, int words, const Places& to) {
     Vector sums[P][WIDE];
-    multiply_tile<P, E>(pixels, weights, words, sums);
+    multiply_tile<P, Words<E>::each>(pixels, weights, words, sums);
     UNROLLED for (int p = 0; p < P; p++)
         UNROLLED for (int i = 0; i < WIDE; i++) {
             Block blocks[BLOCKS];
@@ -51,12 +51,14 @@ inline void pack_panel(const Module& of, const Shared& at, int set, int panel, V
 // Pixel by pixel, all lines of a pixel before the next.
 template <class E>
 inline void pack_group(const Module& of, const Lanes& lanes, int image, int group, int present, float* to) {
-    const E* const start = static_cast<const E*>(of.x) + image * of.x_image + int64_t(group) * lanes.together * of.x_line;
+    const E* const map = static_cast<const E*>(of.x);
+    const E* const start = map + image * of.x_image + int64_t(group) * lanes.together * of.x_line;
+    const int words = words_of<Words<E>::each>(of.channels);
     for_pixel_tiles(present * of.length, [&](int first, int count) {
         const E* pixels[TALL];
         for (int p = 0; p < count; p++)
             pixels[p] = start + (first + p) / present * of.x_pixel + (first + p) % present * of.x_line;
-        pack_pixels(pixels, count, of.channels, of.x_channel, to + int64_t(first) * words_of<E>(of.channels));
+        pack_pixels(pixels, count, of.channels, of.x_channel, to + int64_t(first) * words);
     });
 }
 
@@ -114,7 +116,8 @@ template <class E>
 inline void fetch_group(const Module& of, const Shared& at, Place of_group, int share, int shares) {
     const auto [image, group] = of_group;
     if (image >= of.images || group >= at.groups || of.x_channel != 1) return;
-    const E* const start = static_cast<const E*>(of.x) + image * of.x_image + int64_t(group) * at.lanes.together * of.x_line;
+    const E* const map = static_cast<const E*>(of.x);
+    const E* const start = map + image * of.x_image + int64_t(group) * at.lanes.together * of.x_line;
     const int present = at.lanes.present(group, of.lines);
     for (int x = of.length * share / shares; x < of.length * (share + 1) / shares; x++)
         for (int line = 0; line < present; line++)
@@ -127,7 +130,7 @@ template <class E>
 inline void project_group(const Module& of, const Shared& at, const Own& own, const Vector* weights, int present,
                           Place later, Vector* mine) {
     const bool by_blocks = at.lanes.slot >= BLOCK;
-    const int words = words_of<E>(of.channels);
+    const int words = words_of<Words<E>::each>(of.channels);
     if (present < at.lanes.together) {  // lanes without a line
         clear(mine + own.queries, int64_t(of.length) * of.key);
         if (of.content) clear(mine + own.keys, int64_t(of.length) * of.key);

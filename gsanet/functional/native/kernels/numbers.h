@@ -1,4 +1,4 @@
-// Numbers as they lie in memory: floats, or bfloat16, which are the upper halves of floats. In registers all are floats.
+// Numbers as they lie in memory: floats, or bfloat16, which are their upper halves. In registers all are floats.
 #pragma once
 
 #include "vectors.h"
@@ -47,7 +47,7 @@ inline float to_float(Bfloat16 number) {
     return out;
 }
 
-// To the nearest bfloat16, in the upper half; of two as near, the even one. NaN stays NaN. Words: a vector, or one word.
+// To the nearest bfloat16, in the upper half; of two as near, the even one. NaN stays NaN. Words: a vector, or one.
 template <class Words>
 inline Words rounded(Words words) {
     const Words up = words + 0x7fffu + (words >> 16 & 1u);
@@ -96,22 +96,29 @@ inline void store(Bfloat16* to, T vector) {
     __builtin_memcpy(to, &halves, sizeof halves);
 }
 
-// A vector, or the `count` numbers that are left.
+// The `count` numbers that are left, fewer than a vector has. Not inlined: it is in many loops, and seldom called.
 template <class T, class E>
-inline T load_some(const E* from, int count) {
-    if (count >= Of<T>::numbers) return load<T>(from);
+[[gnu::noinline]] T load_rest(const E* from, int count) {
     E numbers[Of<T>::numbers] = {};
-    __builtin_memcpy(numbers, from, count * sizeof(E));
+    for (int i = 0; i < count; i++) numbers[i] = from[i];
     return load<T>(numbers);
 }
-
 template <class T, class E>
-inline void store_some(E* to, T vector, int count) {
-    if (count >= Of<T>::numbers) {
-        store(to, vector);
-        return;
-    }
+[[gnu::noinline]] void store_rest(E* to, T vector, int count) {
     E numbers[Of<T>::numbers];
     store(numbers, vector);
-    __builtin_memcpy(to, numbers, count * sizeof(E));
+    for (int i = 0; i < count; i++) to[i] = numbers[i];
+}
+
+// A vector, or what is left.
+template <class T, class E>
+inline T load_some(const E* from, int count) {
+    return count >= Of<T>::numbers ? load<T>(from) : load_rest<T>(from, count);
+}
+template <class T, class E>
+inline void store_some(E* to, T vector, int count) {
+    if (count >= Of<T>::numbers)
+        store(to, vector);
+    else
+        store_rest(to, vector, count);
 }

@@ -47,7 +47,7 @@ template <class E, int P>
 inline void convolve_tile(const Pointwise& of, const float* pixels, const Vector* weights, int64_t first, int output,
                           int present) {
     Vector sums[P][WIDE];
-    multiply_tile<P, E>(pixels, weights, words_of<E>(of.channels), sums);
+    multiply_tile<P, Words<E>::each>(pixels, weights, words_of<Words<E>::each>(of.channels), sums);
     const int64_t place = first * of.outputs + output;
     if (present >= PANEL) {
         UNROLLED for (int i = 0; i < WIDE; i++)
@@ -66,14 +66,15 @@ inline void convolve_tile(const Pointwise& of, const float* pixels, const Vector
 // The packed pixels from `start` on times a panel.
 template <class E>
 void convolve_panel(const Pointwise& of, int panel, int64_t start, int pixels, const float* packed, Vector* weights) {
-    const E* rows[PANEL];
+    const E *rows[PANEL], *const weight = static_cast<const E*>(of.weight);
     const int output = panel * PANEL, present = of.outputs - output;
-    for (int i = 0; i < PANEL; i++) rows[i] = i < present ? static_cast<const E*>(of.weight) + int64_t(output + i) * of.channels : nullptr;
+    for (int i = 0; i < PANEL; i++) rows[i] = i < present ? weight + int64_t(output + i) * of.channels : nullptr;
     pack_weights(rows, of.channels, weights);
+    const int words = words_of<Words<E>::each>(of.channels);
     for_pixel_tiles(pixels, [&](int first, int count) {
         with_known<TALL>(count, [&](auto known) {
-            convolve_tile<E, decltype(known)::value>(of, packed + int64_t(first) * words_of<E>(of.channels), weights,
-                                                     start + first, output, present);
+            convolve_tile<E, decltype(known)::value>(of, packed + int64_t(first) * words, weights, start + first,
+                                                     output, present);
         });
     });
 }
@@ -81,7 +82,7 @@ void convolve_panel(const Pointwise& of, int panel, int64_t start, int pixels, c
 template <class E>
 void convolve_pixels(const Pointwise& of, int64_t start, int pixels, float* packed) {
     const PixelTiles tiles(pixels);
-    const int words = words_of<E>(of.channels);
+    const int words = words_of<Words<E>::each>(of.channels);
     std::atomic<int64_t> next_tile{0}, next_panel{0};
     std::atomic<int> done{0};
     in_threads(of.threads, [&] {

@@ -1,11 +1,7 @@
 // Products of pixels and weights: a tile of pixels times a panel of weights, both packed first.
 #pragma once
 
-#include "numbers.h"
-
-#if defined(__AVX512BF16__)
-#include <immintrin.h>  // for the one instruction that no compiler finds by itself
-#endif
+#include "words.h"
 
 constexpr int BLOCKS = LANES / BLOCK;  // of a vector
 #if defined(__AVX512F__)
@@ -19,11 +15,10 @@ constexpr int TALL = 6;
 constexpr int WIDE = 4;
 #endif
 
-// What products are made of, in words of four bytes: a float for each channel; or, where the machine multiplies such pairs
-// at once, two bfloat16 of neighbouring channels.
+// How channels in memory become words.
 template <class E>
 struct Words {
-    static constexpr int channels = 1;  // of a word
+    static constexpr int each = 1;
     static Block block(const E* from) { return load<Block>(from); }
     static float one(const E* from, int64_t, int) { return to_float(*from); }
 };
@@ -31,7 +26,7 @@ struct Words {
 #if defined(__AVX512BF16__)
 template <>
 struct Words<Bfloat16> {
-    static constexpr int channels = 2;
+    static constexpr int each = 2;
     static Block block(const Bfloat16* from) {
         Block words;
         __builtin_memcpy(&words, from, sizeof words);
@@ -39,28 +34,18 @@ struct Words<Bfloat16> {
     }
     // Of channels that are `step` apart, and of which so many are left.
     static float one(const Bfloat16* from, int64_t step, int left) {
-        const Bfloat16 pair[2] = {from[0], left > 1 ? from[step] : Bfloat16{0}};
+        const Bfloat16 both[2] = {from[0], left > 1 ? from[step] : Bfloat16{0}};
         float word;
-        __builtin_memcpy(&word, pair, sizeof word);
+        __builtin_memcpy(&word, both, sizeof word);
         return word;
     }
 };
 #endif
 
-template <class E>
-inline int words_of(int channels) {
-    return divide_up(channels, Words<E>::channels);
-}
-inline int words_of(int element, int channels) {
-    int words = 0;
-    with_element(element, [&](auto number) { words = words_of<decltype(number)>(channels); });
-    return words;
-}
-
 // Rows of weights as [word][WIDE vectors]; a null row is one of zeros.
 template <class E>
 inline void pack_weights(const E* const* rows, int channels, Vector* to) {
-    constexpr int ROWS = WIDE * LANES, EACH = Words<E>::channels;
+    constexpr int ROWS = WIDE * LANES, EACH = Words<E>::each;
     float* const out = reinterpret_cast<float*>(to);
     for (int first = 0; first < ROWS; first += BLOCK) {
         bool whole = true;
@@ -83,7 +68,7 @@ inline void pack_weights(const E* const* rows, int channels, Vector* to) {
 // Channels of `count` pixels, `step` apart in memory, as [word][pixel].
 template <class E>
 inline void pack_pixels(const E* const* pixels, int count, int channels, int64_t step, float* to) {
-    constexpr int EACH = Words<E>::channels;
+    constexpr int EACH = Words<E>::each;
     int word = 0;
     for (; step == 1 && count >= BLOCK && (word + BLOCK) * EACH <= channels; word += BLOCK) {
         for (int p = 0; p < count; p += BLOCK) {
@@ -120,22 +105,8 @@ inline void for_pixel_tiles(int count, F&& f) {
     for (int tile = 0; tile < all.tiles; tile++) all.with_tile(tile, f);
 }
 
-// sum += the products of the channels of a word.
-template <class E>
-inline void multiply_words(Vector weight, float pixel, Vector& sum) {
-#if defined(__AVX512BF16__)
-    if constexpr (Words<E>::channels == 2) {
-        int32_t pair;
-        __builtin_memcpy(&pair, &pixel, sizeof pair);
-        sum = _mm512_dpbf16_ps(sum, (__m512bh)weight, (__m512bh)_mm512_set1_epi32(pair));
-        return;
-    }
-#endif
-    sum += weight * pixel;
-}
-
 // sums = P pixels times WIDE vectors of weights. pixels: [word][P]. weights: [word][WIDE].
-template <int P, class E>
+template <int P, int EACH>
 inline void multiply_tile(const float* pixels, const Vector* weights, int words, Vector (&sums)[P][WIDE]) {
     UNROLLED for (int p = 0; p < P; p++)
         UNROLLED for (int i = 0; i < WIDE; i++) sums[p][i] = Vector{};
@@ -144,7 +115,7 @@ inline void multiply_tile(const float* pixels, const Vector* weights, int words,
         UNROLLED for (int i = 0; i < WIDE; i++) weight[i] = weights[word * WIDE + i];
         UNROLLED for (int p = 0; p < P; p++) {
             const float pixel = pixels[word * P + p];
-            UNROLLED for (int i = 0; i < WIDE; i++) multiply_words<E>(weight[i], pixel, sums[p][i]);
+            UNROLLED for (int i = 0; i < WIDE; i++) multiply_add<EACH>(weight[i], pixel, sums[p][i]);
         }
     }
 }
