@@ -9,9 +9,10 @@ from gsanet.functional import native
 from gsanet.functional.backends import is_differentiated, may_use
 from gsanet.functional.inference_only import refuse_gradients
 from gsanet.functional.native import calls
+from gsanet.functional.projection import has_onednn
 
-# Pixels of all images up to which the kernel was seen to be faster than oneDNN, for several threads. For one thread
-# PyTorch does not ask oneDNN, and any number is (benchmarks/NOTES.md).
+# Pixels of all images up to which the kernel was seen to be faster than oneDNN, for several threads. Where PyTorch does
+# not ask oneDNN, as for one thread, any number is (benchmarks/NOTES.md).
 MOST_PIXELS = 1024
 FEWEST_WEIGHTS = 2**12  # below which a call is hardly work
 
@@ -61,7 +62,9 @@ def _takes(
         return False
     batch, height, width, outputs = shape = _shape(x, weight, stride)
     pixels = batch * height * width
-    if pixels == 0 or (pixels > MOST_PIXELS and _has_threads()) or weight.numel() < FEWEST_WEIGHTS:
+    if pixels == 0 or weight.numel() < FEWEST_WEIGHTS:
+        return False
+    if pixels > MOST_PIXELS and _has_threads() and has_onednn(x.dtype):
         return False
     if weight.shape[1] != x.shape[1] or (bias is not None and bias.shape != (outputs,)):
         return False  # PyTorch says what is wrong

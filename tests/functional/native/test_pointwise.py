@@ -140,6 +140,19 @@ def test_few_pixels_with_several_threads_and_all_with_one(called, monkeypatch):
         assert len(called) == 2
 
 
+def test_many_pixels_where_onednn_is_not_there(called, monkeypatch):
+    """As for bfloat16 on a machine without instructions for it."""
+    monkeypatch.setattr(pointwise, "MOST_PIXELS", 50)
+    monkeypatch.setattr(pointwise, "has_onednn", lambda dtype: dtype == torch.float32)
+    x, weight, bias, _ = make((2, 64, 6, 6), 64, 1)
+    with threads(2):
+        convolution_relu(x, weight, bias)
+        assert not called
+        found = convolution_relu(x.bfloat16(), weight.bfloat16(), bias.bfloat16())
+    assert len(called) == 1
+    assert relative_error(found, in_double(x, weight, bias, None, 1, True)) < 1e-2
+
+
 def test_fused_networks_compiled_exported_and_as_they_are(called):
     torch.manual_seed(0)
     model = gsanet.create_model("gsa_resnet26", depths=(1, 1), widths=(32, 64), img_size=32, num_classes=7).eval()
