@@ -1,9 +1,9 @@
 """A convolution with what follows it in inference: bias, residual and ReLU in one pass over memory.
 
 On an NVIDIA GPU, in 16 bits, it is an operator around cuDNN's fused convolutions, to which neither eager PyTorch nor
-`torch.compile` comes by itself, and around kernels of this package for 1x1 convolutions. On a CPU, in float32, 1x1
-convolutions of few pixels are a kernel too, and with one thread all of them. Everywhere else it is PyTorch's own
-operations, which any device, exporter and autograd know.
+`torch.compile` comes by itself, and around kernels of this package for 1x1 convolutions. On a CPU, in float32 and
+bfloat16, 1x1 convolutions of few pixels are a kernel too, and with one thread all of them. Everywhere else it is
+PyTorch's own operations, which any device, exporter and autograd know.
 """
 
 from collections.abc import Hashable, Sequence
