@@ -98,12 +98,25 @@ def test_paper_tables(command, tmp_path):
         (["info", "gsa_resnet50", "--img-size", "big"], "image size must be like 224 or 160x96, got 'big'"),
         (["info", "vit_tiny_patch16_224"], "is not a network of this package"),
         (["models", "nothing*"], "no network matches 'nothing*'"),
+        (["trian"], "No such command 'trian'. Did you mean 'train'?"),
+        (["train", "--nope"], "No such option: --nope"),
+        (["bench", "--batch", "x"], "Invalid value for '--batch'"),
+        (["train", "--model"], "Option '--model' requires an argument"),
+        (["info"], "gsanet info --help`)"),
     ],
 )
 def test_mistakes_are_one_line(command, arguments, words):
     error = command(*arguments, code=2)
     assert words in error
     assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [(), ("paper",)])
+def test_a_command_without_words_explains_itself(arguments, gsanet):
+    code, out, error = gsanet(*arguments)
+    assert code == 2
+    assert out.count("Usage: ") == 1
+    assert not error
 
 
 @pytest.mark.parametrize("arguments", [

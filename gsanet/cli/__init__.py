@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -63,11 +63,30 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
+# What the command line itself gets wrong. typer has such errors from a click of its own or another, by its version.
+Misuse: type[Any] = typer.BadParameter.mro()[2]
+
+
 def main() -> None:
     """Run the command; what the user got wrong is one line and exit code 2, without a traceback."""
     keep_freed_memory()
     try:
-        app()
+        code = app(standalone_mode=False)
+    except Misuse as error:
+        code = _explain(error)
     except (ValueError, TypeError, OSError) as error:
         errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        code = 2
+    except typer.Abort:
+        code = 1
+    sys.exit(code or 0)
+
+
+def _explain(error: Any) -> int:
+    """Say what is wrong with a command line; one that says nothing has been answered with help."""
+    if type(error).__name__ != "NoArgsIsHelpError":
+        context = getattr(error, "ctx", None)
+        help_at = f" (`{context.command_path} --help`)" if context is not None else ""
+        words = f"{error.format_message().rstrip('.')}{help_at}"
+        errors.print(f"[red]error:[/] {escape(words)}", highlight=False, soft_wrap=True)
+    return int(error.exit_code)
