@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
@@ -25,7 +26,8 @@ def models(
     rows: list[dict[str, Any]] = []
     pretrained = gsanet.list_models(pretrained=True)
     for name in track(names, description="Counting", console=errors, transient=True):
-        model: Any = gsanet.create_model(name)
+        with torch.device("meta"):  # weights are not looked at
+            model: Any = gsanet.create_model(name)
         height, width = model.pretrained_cfg["input_size"][1:]
         params, flops = gsanet.count_parameters(model), gsanet.count_flops(model)
         weights = model.pretrained_cfg.get("description") if name in pretrained else None
