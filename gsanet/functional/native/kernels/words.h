@@ -52,9 +52,11 @@ inline void multiply_add<2>(Vector a, Vector b, Vector& sum) {
 }
 template <>
 inline void multiply_add<2>(Vector a, float b, Vector& sum) {
-    int32_t word;
-    __builtin_memcpy(&word, &b, sizeof word);
-    sum = _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)_mm512_set1_epi32(word));
+    __m512 all = _mm512_set1_ps(b);
+#if defined(__clang__)
+    asm("" : "+v"(all));  // clang 16 ends with a signal where it sees that all words are one
+#endif
+    sum = _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)all);
 }
 
 inline Vector pair(Vector first, Vector second) {
