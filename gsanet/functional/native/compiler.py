@@ -1,6 +1,6 @@
 """C++ kernels for CPUs, compiled at first use by the compiler that is there, kept on disk, and loaded.
 
-They include no headers but the language's own, so that all of them compile in some seconds, for the machine at hand,
+They include no headers but the compiler's own, so that all of them compile in some seconds, for the machine at hand,
 and serve all shapes. Without a compiler, or where it fails, the backend `torch` does the work.
 
 Environment:

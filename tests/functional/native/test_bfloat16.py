@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from functional.native.test_native import MODULES, SHAPES, make_module, poisoned_memory, threads
+from functional.native.test_native import MODULES, SHAPES, STRIDES, make_module, poisoned_memory, threads
 from functional.native.test_pointwise import SHAPES as POINTWISE
 from functional.native.test_pointwise import called, in_double, make  # noqa: F401 (a fixture)
 from functional.native.test_training import MODULES as TRAINED
@@ -61,13 +61,7 @@ def test_positional_and_its_gradients(shape, k, v, axis):
         assert_layer_close(partial(positional_attention, axis=axis, reach=reach), q, values, rel)
 
 
-@pytest.mark.parametrize("change", [
-    lambda one: one.transpose(3, 4).contiguous().transpose(3, 4),
-    lambda one: one.transpose(1, 2).contiguous().transpose(1, 2),
-    lambda one: one.repeat_interleave(2, dim=3)[:, :, :, ::2],
-    lambda one: one[:1].expand(3, -1, -1, -1, -1),
-    lambda one: torch.cat((one, one), dim=2)[:, :, 1:-1],
-])  # fmt: skip
+@pytest.mark.parametrize("change", STRIDES)
 def test_any_strides(change):
     q, keys, values = (change(one.bfloat16()) for one in maps((2, 9, 6, 4), 8, 12))
     rel = table(9, 8, torch.bfloat16)

@@ -94,13 +94,17 @@ def test_positional_and_its_gradients(shape, k, v, axis):
             assert relative_error(found, wanted) < ROUNDING
 
 
-@pytest.mark.parametrize("change", [
+# Ways to lie in memory, of maps.
+STRIDES = [
     lambda one: one.transpose(3, 4).contiguous().transpose(3, 4),  # channels that do not lie side by side
     lambda one: one.transpose(1, 2).contiguous().transpose(1, 2),
     lambda one: one.repeat_interleave(2, dim=3)[:, :, :, ::2],
     lambda one: one[:1].expand(3, -1, -1, -1, -1),
     lambda one: torch.cat((one, one), dim=2)[:, :, 1:-1],
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("change", STRIDES)
 def test_any_strides(change):
     q, keys, values = (change(one) for one in maps((2, 9, 6, 4), 8, 12, torch.float32))
     rel = table(9, 16, torch.float32)[:, ::2]
