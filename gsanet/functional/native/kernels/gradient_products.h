@@ -50,33 +50,7 @@ inline void mix_window_channels(const Vector* weights, int row, const float* win
     });
 }
 
-// out[offset][c] += sum over x < pixels of weights[x][x + offset] * queries[x][c], for O offsets and C channels.
-template <int O, int C>
-inline void add_window(const Vector* weights, int row, const Vector* queries, int pixels, int width, Vector* out) {
-    Vector sums[O][C];
-    UNROLLED for (int o = 0; o < O; o++)
-        UNROLLED for (int c = 0; c < C; c++) sums[o][c] = out[o * width + c];
-    for (int x = 0; x < pixels; x++) {
-        UNROLLED for (int c = 0; c < C; c++) {
-            const Vector query = queries[x * width + c];
-            UNROLLED for (int o = 0; o < O; o++) sums[o][c] += weights[x * row + x + o] * query;
-        }
-    }
-    UNROLLED for (int o = 0; o < O; o++)
-        UNROLLED for (int c = 0; c < C; c++) out[o * width + c] = sums[o][c];
-}
-
-template <int O>
-inline void add_window_channels(const Vector* weights, int row, const Vector* queries, int pixels, int width,
-                                Vector* out) {
-    for_tiles(width, [&](int c, auto tile) {
-        add_window<O, decltype(tile)::value>(weights, row, queries + c, pixels, width, out + c);
-    });
-}
-
-// The same two of pairs: of words, each with two neighbours.
-
-// out[x][c] += sum over words of weights[x][word] * window[2 * word - x][c], for X pixels and C channels.
+// The same in words of two numbers, out[x][c] += sum over words of weights[x][word] * window[2 * word - x][c].
 //
 // weights: [x][row], words of attended pixels. window: [offset][width], words of an offset and the next one, from the
 // offset between the first of both on.
@@ -102,28 +76,31 @@ inline void mix_pairs_channels(const Vector* weights, int row, const float* wind
     });
 }
 
-// out[offset][c] += sum over words of weights[word][2 * word + offset] * queries[word][c], for O offsets, C channels.
+// out[offset][c] += sum over words of weights[word][EACH * word + offset] * queries[word][c], for O offsets and C
+// channels.
 //
-// weights: [word][row], of an attending pixel with the attended one at that place, and of the next one with the next.
-template <int O, int C>
-inline void add_pairs_window(const Vector* weights, int row, const Vector* queries, int words, int width, Vector* out) {
+// weights: [word][row], of an attending pixel with the attended one at that place; in words of two numbers also of the
+// next one with the next.
+template <int EACH, int O, int C>
+inline void add_window(const Vector* weights, int row, const Vector* queries, int words, int width, Vector* out) {
     Vector sums[O][C];
     UNROLLED for (int o = 0; o < O; o++)
         UNROLLED for (int c = 0; c < C; c++) sums[o][c] = out[o * width + c];
-    for (int word = 0; word < words; word++)
+    for (int word = 0; word < words; word++) {
         UNROLLED for (int c = 0; c < C; c++) {
             const Vector query = queries[word * width + c];
             UNROLLED for (int o = 0; o < O; o++)
-                multiply_add<2>(weights[word * row + 2 * word + o], query, sums[o][c]);
+                multiply_add<EACH>(weights[word * row + EACH * word + o], query, sums[o][c]);
         }
+    }
     UNROLLED for (int o = 0; o < O; o++)
         UNROLLED for (int c = 0; c < C; c++) out[o * width + c] = sums[o][c];
 }
 
-template <int O>
-inline void add_pairs_window_channels(const Vector* weights, int row, const Vector* queries, int words, int width,
-                                      Vector* out) {
+template <int EACH, int O>
+inline void add_window_channels(const Vector* weights, int row, const Vector* queries, int words, int width,
+                                Vector* out) {
     for_tiles(width, [&](int c, auto tile) {
-        add_pairs_window<O, decltype(tile)::value>(weights, row, queries + c, words, width, out + c);
+        add_window<EACH, O, decltype(tile)::value>(weights, row, queries + c, words, width, out + c);
     });
 }

@@ -127,10 +127,9 @@ void differentiate_strip(const LineGradient& of, const Vectors& at, int first, i
                                vectors + at.d_queries + (first + x) * of.key);
     });
     for_offsets(of, first, count, [&](int o, auto together, int begin, int end) {
-        add_window_channels<decltype(together)::value>(d_scores + begin * at.row + first + begin + o, at.row,
-                                                       vectors + at.queries + (first + begin) * of.key, end - begin,
-                                                       of.key,
-                                                       vectors + at.d_embeddings + int64_t(of.length - 1 + o) * of.key);
+        add_window_channels<1, decltype(together)::value>(
+            d_scores + begin * at.row + first + begin + o, at.row, vectors + at.queries + (first + begin) * of.key,
+            end - begin, of.key, vectors + at.d_embeddings + int64_t(of.length - 1 + o) * of.key);
     });
 }
 
@@ -153,7 +152,7 @@ void differentiate_strip(const LineGradient& of, const Vectors& at, int first, i
     });
     for_offsets(of, first, count, [&](int o, auto together, int begin, int end) {
         const int word = begin / 2;
-        add_pairs_window_channels<decltype(together)::value>(
+        add_window_channels<2, decltype(together)::value>(
             pairs + word * at.row + first + 2 * word + o, at.row,
             vectors + at.query_rows + (first / 2 + word) * of.key, words_of<2>(end) - word, of.key,
             vectors + at.d_embeddings + int64_t(of.length - 1 + o) * of.key);
